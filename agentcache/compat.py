@@ -1,7 +1,6 @@
-"""Undocumented interfaces of mlx-lm: only `load`, `generate` and their like are documented.
+"""Undocumented interfaces of mlx-lm, which no other module imports.
 
-No other module imports mlx-lm's modules. `READ` is the version whose source was read; pyproject.toml bounds it below
-the next minor version; `tests/test_compat.py` shows what a version has changed.
+`READ` is the version whose source was read; `tests/test_compat.py` shows what another one has changed.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ _NAME, _BASE = scaled_dot_product_attention.__name__, scaled_dot_product_attenti
 
 
 def download(hub_id: str) -> Path:
-    """Return the folder of a Hugging Face model, with the files that mlx-lm reads; fetched once."""
+    """Folder of a Hugging Face model with the files that mlx-lm reads; fetched once."""
     return Path(_download(hub_id))
 
 
 def replace_attention(model: nn.Module, attention: Callable[..., Any]) -> None:
     """Replace mlx-lm's attention in the files of `model`'s modules, each of which has imported the name.
 
-    Threads that run another model see no difference: setting an attribute is atomic, and `attention` must treat arrays
-    as the original does.
+    Atomic for threads that run another model; `attention` must treat arrays as the original does.
     """
     for file in _files(model):
         if getattr(file, _NAME, None) is scaled_dot_product_attention:

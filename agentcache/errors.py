@@ -1,35 +1,35 @@
 """All errors that agentcache raises on purpose.
 
 AgentCacheError
-├── RequestError                 the caller's fault; has an HTTP status, a code and the parameter
-│   ├── InvalidRequest           400  malformed or contradictory input
-│   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
-│   ├── UnsupportedAdapter       400  the adapter needs an unsupported feature
-│   │   └── UnreadableAdapter         no readable adapter at its path
-│   ├── UnsupportedPolicy        400  the model or the adapter cannot share its cache in that way
-│   ├── Unauthorized             401  missing or wrong API key
-│   ├── NotFound                 404  unknown agent, model or adapter
-│   ├── Conflict                 409  the name is taken
-│   ├── RequestTooSlow           408  the request did not arrive in time
-│   ├── PayloadTooLarge          413
-│   ├── Overloaded               503  queue full or shutting down
-│   ├── AgentUnavailable         503  files of the agent cannot be read now; they stay
-│   └── RequestTimedOut          504  the request's time limit is over
-├── ConfigError                  invalid flag, environment variable or config file entry
-├── UnsupportedModel             the model cannot be served exactly
-├── CacheFolderInUse             another process holds the cache folder
-├── StoreError                   a file could not be written
-│   ├── DiskBudgetExceeded       the write exceeds the disk budget even after eviction
+├── RequestError
+│   ├── InvalidRequest
+│   ├── ContextLengthExceeded    prompt longer than the model's context
+│   ├── UnsupportedAdapter       the adapter needs an unsupported feature
+│   │   └── UnreadableAdapter    no readable adapter at its path
+│   ├── UnsupportedPolicy        model or adapter cannot share its cache in that way
+│   ├── Unauthorized
+│   ├── NotFound
+│   ├── Conflict
+│   ├── RequestTooSlow           the request did not arrive in time
+│   ├── PayloadTooLarge
+│   ├── Overloaded               queue full, memory short, or shutting down
+│   ├── AgentUnavailable         files of the agent cannot be read now; they stay
+│   └── RequestTimedOut
+├── ConfigError
+├── UnsupportedModel
+├── CacheFolderInUse
+├── StoreError
+│   ├── DiskBudgetExceeded
 │   ├── BlocksLost               another program removed files from the cache folder
 │   └── FileUnavailable          a cache file cannot be read now, or a newer release wrote it; it stays
 ├── BlockRejected                a cache file failed verification
 ├── BlockMissing                 a cache file does not exist
 ├── OutOfBlocks                  the RAM budget has no free block
 │   └── OutOfMemory              the budget has room, but the machine has no memory
-├── RequestCancelled             the client has left; not reported
+├── RequestCancelled
 ├── EngineStopped                the engine thread has ended
-│   └── RankLost                 503  another rank has exited or timed out
-├── InternalError                500  unexpected failure of a library or component; details in the log
+│   └── RankLost                 another rank has exited or timed out
+├── InternalError                unexpected failure of a library or component; details in the log
 └── BrokenInvariant              a bug in agentcache
 """
 

@@ -34,15 +34,9 @@ class ServerNotStarted(AgentCacheError):
 class ServerProcess:
     """One server process; a context manager.
 
-    Args:
-        log: file to which its output is appended.
-        extra: further arguments.
-        command: replacement of `agentcache serve`.
-        ready_seconds: time limit until `/health` answers 200.
-        environment: further AGENTCACHE_* variables.
-
-    Attributes:
-        started_at: `time.monotonic` of the last start; infinite before the first.
+    `log`: file to which its output is appended. `command`: replacement of `agentcache serve`. `ready_seconds`: limit
+    until `/health` answers 200. `environment`: further AGENTCACHE_* variables. `started_at`: `time.monotonic` of the
+    last start; infinite before the first.
     """
 
     def __init__(

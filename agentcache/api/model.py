@@ -13,13 +13,9 @@ from agentcache.api.sampling import SamplingDefaults
 class AdapterInfo:
     """One adapter as in `GET /v1/adapters`.
 
-    Args:
-        format: `mlx-lm`, `peft`, or `model` for a decoder, without `max_rank`.
-        policy: of requests that name none.
-        ram_bytes: on the device if `resident`.
-        running: requests that use its weights now, under any name.
-        first_layer: lowest layer that it changes.
-        created: load time in seconds since 1970.
+    `format`: `mlx-lm`, `peft`, or `model` for a decoder, without `max_rank`. `policy`: of requests that name none.
+    `running`: requests that use its weights, under any name. `first_layer`: lowest layer that it changes. `created`:
+    seconds since 1970.
     """
 
     name: str
@@ -47,10 +43,7 @@ class GroupKind(StrEnum):
 class CacheGroupInfo:
     """A cache group in reports.
 
-    Args:
-        window: tokens attended to; None for all.
-        bytes_per_snapshot: of recurrent state, or 0.
-        packing: KV format; empty without KV.
+    `window`: tokens attended to; None for all. `bytes_per_snapshot`: of recurrent state, or 0. `packing`: KV format.
     """
 
     name: str
@@ -81,10 +74,8 @@ class MarkerToken:
 class ReplyFormat:
     """Tool-call format and reasoning markers of a model; none by default.
 
-    Args:
-        dialect: name in `DIALECTS`, or `HARMONY`, which includes reasoning; None for no tool calls.
-        thoughts: pairs of markers around reasoning.
-        thinks_first: whether replies begin with unmarked reasoning.
+    `dialect`: name in `DIALECTS`, or `HARMONY`, which includes reasoning. `thoughts`: pairs of markers around
+    reasoning. `thinks_first`: replies begin with unmarked reasoning.
     """
 
     dialect: str | None = None
@@ -102,13 +93,10 @@ USUAL_EFFORTS = ("low", "medium", "high")
 
 @dataclass(frozen=True)
 class ThinkingVariables:
-    """The variables of a chat template that control thinking.
+    """Variables of a chat template that control thinking.
 
-    Args:
-        modes: variables with values.
-        efforts: variables with words, weakest first.
-        budgets: variables for tokens; -1 is no limit.
-        is_guess: whether the template is unknown.
+    `modes` have values; `efforts` words, weakest first; `budgets` tokens, -1 for no limit. `is_guess`: the template is
+    unknown.
     """
 
     switches: tuple[str, ...] = ()
@@ -125,12 +113,8 @@ USUAL = ThinkingVariables(("enable_thinking",), efforts=(("reasoning_effort", US
 class ModelInfo:
     """The served model.
 
-    Args:
-        template_repairs: None if unused.
-        kv_bits: mean of a cached key or value; None without a KV cache.
-        kv_precision, kv_divergence: precision by layers, and its measured error.
-        ranks: processes that compute the model.
-        forms_refusal: why answers cannot be constrained; empty if they can.
+    `template_repairs`: None if unused. `kv_bits`: mean of a cached key or value; None without a KV cache.
+    `kv_divergence`: measured error of `kv_precision`. `forms_refusal`: why answers cannot be constrained, or empty.
     """
 
     id: str

@@ -1,5 +1,3 @@
-"""How adapters share the KV cache."""
-
 from __future__ import annotations
 
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Answers of the engine: the updates and the report of a request, and the state of an agent."""
+"""Answers of the engine: updates and report of a request, state of an agent."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CacheState(StrEnum):
 
 
 class StepDown(StrEnum):
-    """Why a policy that shares KV was not used."""
+    """Why a policy that shares KV was not used (docs/sharing.md)."""
 
-    DIVERGENCE = "divergence"  # the adapter's KV differs from base's by more than allowed
-    MEMORY = "memory"  # no room for its residual KV
-    FAMILY = "family"  # no other adapter has the same A matrices
+    DIVERGENCE = "divergence"
+    MEMORY = "memory"
+    FAMILY = "family"
 
 
 class FinishReason(StrEnum):
@@ -43,13 +43,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of one token under the model (before temperature and truncation).
+    """Log probability of a token under the model, before temperature and truncation.
 
-    Args:
-        data: bytes, which may be part of a character; a control token's name.
-        logprob: None for a prompt's first token.
-        top: most likely tokens, best first, as (token id, bytes, logprob).
-        shown: False for generated control tokens.
+    `data`: bytes, maybe part of a character; a control token's name. `logprob`: None for a prompt's first token.
+    `top`: most likely tokens, best first, as (token id, bytes, logprob). `shown`: false for generated control tokens.
     """
 
     token_id: int
@@ -79,10 +76,7 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class Volatile:
-    """Changed lines of the system prefix, such as times.
-
-    `moved`: a notice behind the history has them (`stable_prefix`); otherwise everything behind them is computed.
-    """
+    """Changed lines of the system prefix, such as times; `moved` to a notice behind the history (`stable_prefix`)."""
 
     lines: tuple[str, ...]
     moved: bool
@@ -92,15 +86,11 @@ class Volatile:
 class Report:
     """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
 
-    Args:
-        computed_tokens: prompt tokens computed (at least 1); under `residual`, with the adapter.
-        base_computed_tokens: the same without an adapter; under `residual` in addition.
-        lost_tokens: tokens of the conversation that RAM and disk had lost, so that they were recomputed.
-        activated_at: first token on which an activated or prefill-share adapter acted.
-        requested_policy, stepped_down: policy before a fallback, and its reason.
-        divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved: False if the turn could not be written, for the reason `save_error`.
-        notes: changes made to the chat before its template was applied.
+    `computed_tokens`: of the prompt, at least 1; under `residual`, with the adapter, beside `base_computed_tokens`.
+    `lost_tokens`: of the conversation, recomputed because RAM and disk had lost them. `activated_at`: first token on
+    which an activated or prefill-share adapter acted. `requested_policy`: before a fallback. `divergence`: relative
+    error of base's KV against the adapter's own; None if not measured. `notes`: changes made to the chat before its
+    template was applied.
     """
 
     agent: str | None
@@ -137,14 +127,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Update:
-    """One piece of a running completion.
+    """One piece of a running completion. The first describes the prompt; the last has the report, after the save.
 
-    The first has what concerns the prompt. The last has `finish_reason` and `report`, and comes after the turn's save.
-
-    Args:
-        choice: index of the answer.
-        markers: control tokens that structure a reply, each with its offset in `text`.
-        prompt_end: the last characters of a chat's prompt, as marked text.
+    `choice`: index of the answer. `markers`: control tokens that structure a reply, with their offsets in `text`.
+    `prompt_end`: last characters of a chat's prompt, as marked text.
     """
 
     text: str = ""

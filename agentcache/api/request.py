@@ -53,9 +53,7 @@ class Priority(StrEnum):
 class Reading:
     """How a reply is read (`text/replies/reader.py`); by default, all is text.
 
-    Args:
-        tools: in OpenAI's format; None to leave calls in the text.
-        thoughts: whether to separate reasoning from text.
+    `tools`: in OpenAI's format; None to leave calls in the text. `thoughts`: separate reasoning from text.
     """
 
     form: ReplyFormat = ReplyFormat()
@@ -77,7 +75,7 @@ class Request:
     Args:
         agent: durable agent whose memory this extends; None leaves no memory on disk.
         lineage: lineage to continue; None for the one with the longest common prefix.
-        n: number of answers. The first is the agent's turn; the rest share its blocks and leave no memory.
+        n: number of answers; only the first leaves memory.
         salt: requests with different salts never share a block.
         priority: None for background if nothing is generated (a warm-up), else interactive.
         adapter: None for the agent's own, or base.

@@ -49,11 +49,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since start, and the current state of RAM, disk and queues. `/metrics` exports the annotated fields.
+    """Counters since start, and the state of RAM, disk and queues. `/metrics` exports the annotated fields.
 
     The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity.
     Blocks include residual KV. `disk_bytes_by` is by content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache.
-    Seconds are device time. An `automatic` `disk_budget_kind` evicts nothing.
+    Seconds are device time.
     """
 
     ram_bytes: int

@@ -1,4 +1,4 @@
-"""Settings and their defaults. `sources.py` reads them."""
+"""Settings and their defaults."""
 
 from __future__ import annotations
 
@@ -63,26 +63,11 @@ def _setting(kind: Kind, flag: Flag | None = None, *, above_zero: bool = False, 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, resolved. Flags' help texts describe most. Sizes are in bytes; None stands for `auto`.
+    """All settings, resolved; flags' help texts and docs/ describe them. Sizes are in bytes; None stands for `auto`.
 
-    Args:
-        api_key: None admits every local client.
-        api_key_file: read into `api_key` by `load_config`.
-        wired_limit: 0 for none.
-        trunk_budget: RAM of the hidden-state cache, allocated when an adapter can use it; 0 for none.
-        state_budget: part of `ram_budget` for recurrent state and its checkpoints.
-        snapshot_tokens: None for the interval at which checkpoints cost at most twice the KV.
-        residual_budget: part of `ram_budget` for residual KV, used by the base cache until needed.
-        rank_timeout: seconds without an answer after which a rank counts as hanging.
-        request_timeout: seconds, waiting included.
-        kv: each choice has files of its own.
-        header_timeout, body_timeout: seconds for a request's headers, and then its body, to arrive.
-        write_timeout: seconds until the connection of a client that does not read is closed.
-        prefill_chunk: most prompt tokens in one step; on a GPU up to 2,048 while no request decodes.
-        max_lineages: at least `SHARED_LINEAGES` for `shared_agents`.
-        aliases: further names of the model or its adapters, each with an existing name.
-        stable_prefix: whether changed lines in the system prefix keep their cached text; a moved notice before the
-            newest message has the new text.
+    `api_key`: None admits every local client. `api_key_file`: read into `api_key` by `load_config`. `wired_limit`: 0
+    for none. `snapshot_tokens`: None for the interval at which checkpoints cost at most twice the KV.
+    `request_timeout`: includes waiting. `max_lineages`: at least `SHARED_LINEAGES` for `shared_agents`.
     """
 
     model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)

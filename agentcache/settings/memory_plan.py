@@ -1,8 +1,6 @@
 """Divide the device's memory.
 
-    limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
-
-`models/memory.py` measures the device and configures MLX.
+limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
 """
 
 from __future__ import annotations
@@ -42,14 +40,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Memory settings, in bytes; None for automatic.
-
-    Args:
-        memory_limit: everything, weights included.
-        ram_budget: cache and adapters.
-        trunk_budget: hidden-state cache.
-        wired_limit: memory never paged out; `NO_WIRED_LIMIT` for none.
-    """
+    """Memory settings, in bytes; None for automatic. `memory_limit` includes all."""
 
     memory_limit: int | None = None
     ram_budget: int | None = None
@@ -63,12 +54,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory by use, in bytes; see also `Wishes`.
+    """Memory by use, in bytes; `limit` includes all.
 
-    Args:
-        limit: everything.
-        temporaries: reserve for a step; long contexts use more if it is free, or else smaller steps.
-        wired: None if the device has no such limit.
+    `temporaries`: reserve for a step; long contexts use more if it is free, or else smaller steps. `wired`: None if
+    the device has no such limit.
     """
 
     limit: int

@@ -51,12 +51,8 @@ def load_config(
 ) -> Config:
     """Resolve the settings. An unknown environment variable only logs a warning.
 
-    Args:
-        overrides: flags by setting name; None if not given.
-        config_file: by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if any.
-
-    Raises:
-        ConfigError: an unknown key, an invalid value, or no such file.
+    `overrides`: flags by setting name; None if not given. `config_file`: by default AGENTCACHE_CONFIG, or
+    ~/.agentcache/config.toml if any. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
     raw: dict[str, Any] = {}

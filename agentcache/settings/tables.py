@@ -14,11 +14,7 @@ from agentcache.errors import ConfigError
 
 
 def _entries(value: Any) -> Any:
-    """Split a text at its commas."""
     return [entry for entry in value.split(",") if entry.strip()] if isinstance(value, str) else value
-
-
-# -- adapters ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,6 @@ def _adapter(name: str, value: Any) -> AdapterFolder:
     return AdapterFolder(name, path)
 
 
-# -- default agents ---------------------------------------------------------------------------------------------------
-
 ANY_CLIENT = "*"
 RESPONSES_AGENT = "responses"  # of stored responses
 SHARED_LINEAGES = 32  # fewest of an agent that clients share
@@ -97,7 +91,7 @@ def default_agent(user_agent: str, agents: Mapping[str, str]) -> str | None:
     return agents.get(max(named, key=len, default=ANY_CLIENT))
 
 
-# -- origins (RFC 6454): `scheme://host[:port]`, without the scheme's default port ------------------------------------
+# Origins (RFC 6454): `scheme://host[:port]`, without the scheme's default port.
 
 ANY_ORIGIN = "*"
 

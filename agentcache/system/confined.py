@@ -1,7 +1,4 @@
-"""Child processes with time and memory limits, for work that is untrusted or would hold the GIL.
-
-Their module's `main` calls `confined_child.serve`; it should import little, to start quickly.
-"""
+"""Child processes with time and memory limits, for work that is untrusted or would hold the GIL."""
 
 from __future__ import annotations
 
@@ -47,7 +44,8 @@ class ChildBroke(Exception):
 class ConfinedWork:
     """A pool of child processes, one request at a time each. Any thread may use it.
 
-    `module`'s `main` gets `arguments`, and passes `seconds_per_byte` to `confined_child.serve`.
+    `module`'s `main` gets `arguments` and calls `confined_child.serve` with `seconds_per_byte`. It should import
+    little, to start quickly.
     """
 
     def __init__(self, module: str, *arguments: str, seconds_per_byte: float = 0.0) -> None:
@@ -68,12 +66,8 @@ class ConfinedWork:
     ) -> tuple[bytes, bytearray]:
         """Return the kind and content of a request's reply.
 
-        Args:
-            request: parts; emptied as they are sent, to free memory.
-            max_bytes: largest content.
-            go_on: called periodically; raises if the reply is not needed any more.
-
-        Raises OverLimit, ReplyTooLong, ChildBroke, or Overloaded if no process can be started.
+        `request`: parts, emptied as they are sent, to free memory. `go_on`: called periodically; raises if the reply is
+        not needed any more. Raises OverLimit, ReplyTooLong, ChildBroke, or Overloaded if no process can be started.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -115,7 +109,7 @@ class _Process:
     def ask(
         self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None], seconds: float
     ) -> tuple[bytes, bytearray]:
-        """As `ConfinedWork.ask`; if it raises, close the process."""
+        """If it raises, close the process."""
         size = sum(map(len, request))
         watch = _Watch(self._process.pid, size, go_on, PATIENCE_SECONDS + seconds - CPU_SECONDS)
         try:

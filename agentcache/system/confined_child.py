@@ -32,7 +32,7 @@ def cpu_seconds(num_bytes: int, seconds_per_byte: float) -> float:
 def serve(answer: Answer, seconds_per_byte: float = 0.0) -> None:
     """Answer requests until the parent closes the pipe.
 
-    `answer` gives a reply's kind and content. It gets the request in a list, so that it can free it.
+    `answer` returns a reply's kind and content. It gets the request in a list, so that it can free it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent's exit ends the loop below
@@ -60,9 +60,9 @@ def _answered(answer: Answer, request: list[bytes]) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _limits(address_space: int, seconds: float) -> Iterator[None]:
-    """Limit memory and CPU time. The timer's signal ends the process even inside a call into C.
+    """Limit memory (0: no limit) and CPU time. The timer's signal ends the process even inside a call into C.
 
-    An `address_space` of 0 sets no limit. Only Linux enforces it; elsewhere the parent watches.
+    Only Linux enforces `address_space`; elsewhere the parent watches.
     """
     if address_space:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, resource.getrlimit(resource.RLIMIT_AS)[1]))

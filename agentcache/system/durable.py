@@ -1,7 +1,6 @@
-"""Sync files and folders to the drive. No other module does.
+"""Sync files and folders to the drive.
 
-On Linux, `fsync` flushes the drive's cache. On macOS only F_FULLFSYNC does, in milliseconds; F_BARRIERFSYNC, which
-orders writes, is several times faster.
+On Linux, `fsync` flushes the drive's cache. On macOS only F_FULLFSYNC does, slowly; F_BARRIERFSYNC orders writes.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _REFUSALS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.
 
 
 class Durability(StrEnum):
-    """Strength of a sync on macOS; elsewhere all are `fsync`, which flushes the drive."""
+    """What a saved turn survives on macOS (docs/memory.md)."""
 
-    FULL = "full"  # a saved turn survives a power loss: the drive is flushed once a turn
-    BARRIER = "barrier"  # an agent is consistent after a power loss; its last turns may be missing
-    FSYNC = "fsync"  # the drive may reorder writes: a power loss may damage files, which readers detect
+    FULL = "full"
+    BARRIER = "barrier"
+    FSYNC = "fsync"
 
 
 @cache
@@ -48,13 +47,10 @@ def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
 
 
 def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = False) -> None:
-    """Sync the open file or folder `fd`. Use the descriptor that wrote, before it is closed. Raises OSError.
+    """Sync the open file or folder `fd`, by the descriptor that wrote, before it is closed. Raises OSError.
 
-    Without `covered`, earlier syncs on that drive are durable on return, too. If the file system refuses a kind of
-    sync, the next weaker one is used.
-
-    Args:
-        covered: whether an uncovered sync follows before anything is acknowledged; then only order is ensured.
+    Without `covered`, earlier syncs on that drive are durable on return, too. With it, only order is ensured: an
+    uncovered sync follows before anything is acknowledged. A refused kind of sync is replaced by the next weaker one.
     """
     for name, command in commands(durability, covered=covered).items():
         try:

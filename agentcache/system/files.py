@@ -1,4 +1,4 @@
-"""Files: opened safely, readable by their owner only, or kept as small results for later starts."""
+"""Safe opening of files, private files, and small results kept for later starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from typing import Any
 
 
 def open_plain(path: Path) -> int:
-    """Open a regular file for reading, following links; return the descriptor.
-
-    Never blocks on a pipe or opens a device: that can have side effects. Raises OSError, or ValueError.
-    """
+    """Open a regular file for reading, following links; never a pipe or device. Raises OSError, ValueError."""
     _require_regular(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -54,7 +51,7 @@ def give_to_owner(fd: int, folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data`, readable by its owner only. Raises OSError, the old file then unchanged.
+    """Replace the file at `path`, readable by its owner only. Raises OSError, the old file then unchanged.
 
     Not synced: a power loss may leave a torn file, so readers must check the content.
     """

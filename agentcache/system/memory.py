@@ -42,10 +42,8 @@ class Bound:
 class PressureReading:
     """Memory pressure; None for values that the system does not report.
 
-    Args:
-        some, full: percent of the last ten seconds in which some or all tasks waited for memory (Linux); the maximum
-            of the machine and the process's own cgroup.
-        used_share: used share of the nearest cgroup limit, without droppable file cache.
+    `some`, `full`: percent of the last ten seconds in which some or all tasks waited for memory (Linux), the maximum
+    of machine and own cgroup. `used_share`: of the nearest cgroup limit, without droppable file cache.
     """
 
     macos_level: int | None = None
@@ -62,7 +60,7 @@ class SystemMemory:
     cgroups: Path = Path("/sys/fs/cgroup")
 
     def total(self) -> int:
-        """RAM that this process may use, in bytes: the machine's, or a lower limit."""
+        """RAM that this process may use, in bytes."""
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([machine, *(bound.limit for bound in self.bounds())])
 
@@ -180,7 +178,6 @@ def _libc() -> ctypes.CDLL:
 
 
 CALM_SECONDS = 10.0
-# Percent of ten seconds in which some or all tasks waited for memory.
 _SOME, _FULL = 10.0, 10.0
 # Share of a cgroup's limit; the engine's own budgets leave an eighth free.
 _NEAR, _VERY_NEAR = 0.95, 0.98
@@ -199,7 +196,7 @@ class Level(IntEnum):
 
 
 def level_of(reading: PressureReading, current: Level = Level.NORMAL) -> Level:
-    """Level of one reading; keeping the current level has lower thresholds."""
+    """Level of one reading; thresholds for keeping the current level are lower."""
 
     def reaches(level: Level) -> bool:
         held = current >= level
@@ -227,7 +224,7 @@ class PressureGauge:
         self._highest = Level.NORMAL  # of the readings since `_calmer_since`
 
     def update(self, reading: PressureReading, now: float) -> Level:
-        """Add a reading taken at `now`, of a monotonic clock; return the level."""
+        """Add a reading taken at `now`, of a monotonic clock."""
         found = level_of(reading, self.level)
         if found >= self.level:
             self.level, self._calmer_since = found, None

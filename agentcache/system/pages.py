@@ -29,7 +29,6 @@ def addresses_are_free() -> bool:
 
 
 def to_page_end(num_bytes: int) -> int:
-    """Round up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
