@@ -1,7 +1,7 @@
 """How a request uses its adapter: its policy, and the first token that the adapter acts on.
 
-Activated LoRA (arXiv 2504.12397) acts from the last invocation, a token sequence in the prompt. Shared prefill (arXiv
-2602.12029) acts from the prompt's last token.
+Activated LoRA (arXiv 2504.12397) acts from the last invocation, a token sequence. Shared prefill (arXiv 2602.12029)
+acts from the prompt's last token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AdapterUse:
         start: first position it acts on; None if it does not act.
         groups: cache groups that it changes, by index.
         is_decoder: whether it is a whole model.
-        stepped_from: requested policy, if another one is used.
+        stepped_from: requested policy, if another is used.
         may_share: whether it may become `residual` when memory is scarce.
     """
 
@@ -76,7 +76,7 @@ class AdapterUse:
 def use_adapter(
     adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
 ) -> AdapterUse:
-    """Return how `request` uses the adapter. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     is_open = adapter.may_share if policy is None else policy is Policy.AUTO and not adapter.residual_refusal
     policy = resolve_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
@@ -89,7 +89,6 @@ def use_adapter(
 
 
 def refuse_without_adapter(request: Request) -> None:
-    """Raise InvalidRequest if a request to base needs an adapter."""
     if request.policy in LOSSY:
         message = f"the policy {request.policy.value!r} needs an adapter, and a server with --max-divergence above 0"
         raise InvalidRequest(message, param=_POLICY_PARAM)

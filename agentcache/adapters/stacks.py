@@ -1,7 +1,4 @@
-"""Borrows RAM for stacks: copies of adapters that speed up mixed steps.
-
-Stacks are optional: no request waits for them or loses blocks in use, and they end when a request needs their bytes.
-"""
+"""Borrows RAM for stacks: copies of adapters that speed up mixed steps, until a request needs their bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ _REVIEW_STEPS = 256  # by then every row has needed a block
 class StackLoan:
     """Decides which adapters are stacked. Engine thread only.
 
-    Every `_REVIEW_STEPS` steps, a review drops stacks with an unused adapter and returns unused bytes. A loan that was
-    too small is kept until then.
+    A review drops stacks with an unused adapter and returns unused bytes.
     """
 
     def __init__(self, stacks: Stacks, ledger: Ledger) -> None:
@@ -72,7 +68,7 @@ class StackLoan:
         self._account.set_bytes(0)
 
     def forget(self, weights: AdapterWeights) -> None:
-        """Drop references to an adapter. The loan stays until the next review."""
+        """Drop references to an adapter."""
         if weights in self._stacks.adapters:
             self._stacks.clear()
         self._used.discard(weights)

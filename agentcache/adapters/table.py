@@ -1,7 +1,4 @@
-"""Adapters by name: meanings, users, and which weights to drop.
-
-`gateway.adapter_loader` reads files; `weights` has the device's copies.
-"""
+"""Adapters by name: meanings, users, and which weights to drop."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def _is_decoder(source: AdapterSource) -> bool:
 
 
 def check_adapter_name(name: str) -> str:
-    """Return a valid name; else raise InvalidRequest. It appears in URLs and after `<model>:`, and is never a path."""
+    """Return a valid name, as used in URLs and after `<model>:`; else raise InvalidRequest."""
     if not is_name(name):
         raise InvalidRequest(f"{name!r:.80} is no adapter name: use {RULE}", param="name")
     return name
@@ -72,7 +69,7 @@ def check_adapter_name(name: str) -> str:
 def resolve_policy(
     policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
 ) -> Policy:
-    """Resolve `auto`. Raises InvalidRequest, which names `param`, if the adapter does not support the policy."""
+    """Resolve `auto`. Raises InvalidRequest if the adapter does not support the policy."""
     if policy in LOSSY and residual_refusal:
         raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
     if _is_decoder(source):
@@ -85,7 +82,7 @@ def resolve_policy(
 
 
 class AdapterTable:
-    """Adapters by name, their users, and which weights are on the device, by digest."""
+    """Adapters by name; users, and weights on the device, by digest."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -130,7 +127,7 @@ class AdapterTable:
         )
 
     def claim(self, adapter: ServedAdapter) -> None:
-        """Add a user, for whom the weights stay on the device."""
+        """Add a user: the weights stay on the device."""
         self._users[adapter.digest] += 1
         if adapter.digest in self._resident:
             self._resident[adapter.digest] = self._resident.pop(adapter.digest)
@@ -155,7 +152,7 @@ class AdapterTable:
         return sum(self._resident.values())
 
     def victims(self, nbytes: int) -> list[str] | None:
-        """Return unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
+        """Return unused digests to drop for `nbytes` more; None if not enough."""
         excess, chosen = self.resident_bytes + nbytes - self.budget, list[str]()
         for digest, held in self._resident.items():
             if excess <= 0:

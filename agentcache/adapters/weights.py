@@ -31,10 +31,7 @@ class _Arrival:
 
 
 class AdapterWeightSet:
-    """Weights on the device, by digest, within the cache's RAM budget. Engine thread only.
-
-    `AdapterTable` decides which to drop.
-    """
+    """Weights on the device, by digest. `AdapterTable` decides which to drop. Engine thread only."""
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, ledger: Ledger) -> None:
         self._loaded = loaded
@@ -63,9 +60,7 @@ class AdapterWeightSet:
     def load(self, content: Content) -> bool:
         """Load an adapter, or a decoder's next piece; True when complete.
 
-        Raises:
-            OutOfBlocks: running requests hold the memory.
-            UnsupportedAdapter: the decoder does not fit the base model.
+        Raises OutOfBlocks, or UnsupportedAdapter if the decoder does not fit the base model.
         """
         try:
             return self._load_piece(content) if isinstance(content, Decoder) else self._load(content)
@@ -102,7 +97,7 @@ class AdapterWeightSet:
         self._account.claim(nbytes)
 
     def drop(self, digest: str) -> None:
-        """Return an adapter's memory to the cache. No request may use it."""
+        """Drop an adapter that no request uses."""
         if digest in self._weights:
             self._loan.forget(self._weights.pop(digest))
         else:
@@ -121,7 +116,7 @@ class AdapterWeightSet:
         return RowAdapter(self._weights[use.digest], use.start)
 
     def cut(self, use: AdapterUse | None) -> int:
-        """Layer below which a request's tokens are base's; 0 for none."""
+        """Layer below which a request's tokens are base's, or 0."""
         row = None if use is None or use.is_residual else self.row(use)
         return 0 if row is None else trunk_cut(row.weights.adapter, self._loaded.spec)
 

@@ -1,7 +1,4 @@
-"""Allocates and evicts block slots, and resizes pools within the ledger's budget.
-
-Groups of one attention kind grow together and share an account. Base's floor covers one short request.
-"""
+"""Allocates and evicts block slots, and resizes pools within the ledger's budget."""
 
 from __future__ import annotations
 
@@ -27,12 +24,10 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 
 def min_blocks(group: Group) -> int:
-    """Slots that one short request takes."""
     return 4 if group.window is None else window_blocks(group.window)
 
 
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
-    """Bytes of all windows of one request."""
     return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
 
 
@@ -47,14 +42,14 @@ class _Kind:
 
 
 class BlockAllocator:
-    """The pools of one cache.
+    """The pools of one cache. Groups of one attention kind grow together and share an account.
 
     Args:
         readers: block tables of all running requests; the caller updates them.
-        headroom: function that returns the machine's free bytes.
+        headroom: returns the machine's free bytes.
 
     Attributes:
-        is_sparing: evict unread blocks before growing, as memory is short.
+        is_sparing: evict unread blocks before growing.
     """
 
     def __init__(
@@ -75,7 +70,7 @@ class BlockAllocator:
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
         self._ledger = ledger
-        self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]  # slots
+        self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
         self._kinds = [kinds[window] for window in windows]  # by group
@@ -92,12 +87,7 @@ class BlockAllocator:
         return _Kind(members, account)
 
     def allocate(self, index: int) -> int:
-        """Return a slot: free, new, or evicted.
-
-        Raises:
-            OutOfBlocks: running requests use the whole budget.
-            OutOfMemory: the budget has room, the machine has not.
-        """
+        """Return a free, new, or evicted slot. Raises OutOfBlocks, or OutOfMemory if the budget has room."""
         if not self._pools[index].num_free and not self._free_one(index):
             if self._growth_within(self._kinds[index].account.room, index):
                 raise OutOfMemory("the machine has no memory left for what running requests need")
@@ -122,7 +112,7 @@ class BlockAllocator:
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow for a request, at the expense of other attention kinds: no other request may run."""
+        """Grow for a request, at the expense of other attention kinds. No other request may run."""
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
@@ -139,7 +129,7 @@ class BlockAllocator:
         kind, capacity = self._kinds[index], self._pools[index].capacity
         wanted = _MIN_GROWTH_BLOCKS if self.is_sparing else max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
         if kind.account.family in self._ledger.shares:
-            wanted = 1  # a spare slot would cost the family memory
+            wanted = 1  # spare slots would cost the family memory
         added = min(wanted, self._growth_within(min(kind.account.room, self._machine_room(kind)), index))
         if added < 1:
             return False
@@ -163,25 +153,23 @@ class BlockAllocator:
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
     def affordable_growth(self, index: int, beside: int = 0) -> int:
-        """Slots to grow by if all loans return and `beside` bytes go elsewhere; negative if it must shrink."""
+        """Slots to grow by if loans return and `beside` bytes go elsewhere; negative if it must shrink."""
         kind = self._kinds[index]
         room = min(kind.account.room_without_loans - beside, self._machine_room(kind))
         return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
 
     def note_use(self) -> None:
-        """Have other caches with the same share release memory before this one."""
+        """Have other caches of the same share release memory first."""
         for kind in dict.fromkeys(self._kinds):
             self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release slots above the floors: free ones first, then unread ones."""
         freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
-        # Only an account with a reserved share may move blocks that are read. This cache may not: pending copies of a
-        # request name slots.
+        # Only an account with a share may move blocks being read; this cache may not, as pending copies name slots.
         moves_read = asker.family in self._ledger.shares and not is_own
         while freed < num_bytes:
             donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker]
-            if not is_own:  # shrink evenly; its own need is one slot
+            if not is_own:  # shrink evenly
                 donors.sort(key=lambda i: -self._pools[i].capacity)
             donor = next((i for i in donors if self._free_last(i, moves_read=moves_read)), None)
             if donor is None:
@@ -209,7 +197,7 @@ class BlockAllocator:
         )
 
     def gather(self) -> list[Copy]:
-        """Move blocks that only the tree lists out of the last slots. Copy before `give_back` and any other write."""
+        """Move blocks that only the tree lists out of the last slots. Copy before `give_back` or any write."""
         return [copy for index in range(len(self._pools)) for copy in self.slots.gather(index)]
 
     def give_back(self) -> int:

@@ -17,7 +17,7 @@ from agentcache.errors import BrokenInvariant
 
 @dataclass(frozen=True)
 class Load:
-    """A pending read of a node's first tokens from disk."""
+    """A pending read of a node's first tokens."""
 
     node: Node
     group: int
@@ -45,8 +45,8 @@ class OriginPath:
 
     Attributes:
         nodes: published full blocks.
-        tail: source of the unfinished block's first tokens.
-        ahead: cached full blocks that the request has not reached.
+        tail: node with the unfinished block's first tokens.
+        ahead: cached full blocks after the request's end.
     """
 
     layout: PathLayout
@@ -77,7 +77,7 @@ class BlockTables:
     Attributes:
         root: chain key of the namespace.
         state: slot of the checkpoint to start from, until the row has copied it.
-        snapshots: last nodes with checkpoints that it started from or created.
+        snapshots: last checkpoints that it started from or created.
         next_start: the one where the next prompt probably starts.
         loads, copies: due before the first step.
     """

@@ -1,8 +1,4 @@
-"""Hidden-state cache, shared by base and all adapters that begin at the same layer.
-
-A block holds the input of layer `cut` for a base block's 256 tokens. With base's KV below the cut, a request skips
-those layers.
-"""
+"""Hidden-state cache: the input of layer `cut` for base's blocks. Adapters that begin there skip the layers below."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HiddenStatePlan:
-    """Hidden states that one row's step reads (input of layer `cut`, the first computed) and writes, by layer."""
+    """Hidden states that one row's step reads (input of `cut`, its first layer) and writes, by layer."""
 
     cut: int = 0
     reads: Sequence[Piece] = ()
@@ -89,7 +85,7 @@ class HiddenStateCache:
                 self._slots[name] = self._slots.pop(name)
 
     def allocate(self, spare: Collection[HiddenStateKey] = ()) -> int | None:
-        """Return a slot with one reference, without evicting `spare`; None if all are in use."""
+        """Return a slot without evicting `spare`; None if all are in use."""
         if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
         return self._pool.allocate()
@@ -120,7 +116,7 @@ class HiddenStateCache:
             continue
 
     def give_back(self) -> int:
-        """Evict unread blocks and drop unused last slots; return the number of slots left."""
+        """Evict unread blocks and drop unused last slots; return the slots left."""
         self.clear()
         capacity = self._pool.last_in_use + 1
         self._account.release((self._pool.capacity - capacity) * self._block_bytes)
@@ -191,8 +187,6 @@ class HiddenStateWriter:
 
 @dataclass(frozen=True)
 class _Block:
-    """As `Piece`, in a block number instead of a slot."""
-
     position: int
     offset: int
     start: int

@@ -1,8 +1,4 @@
-"""Content addresses of cache blocks.
-
-A key is a digest of tagged, length-prefixed fields. It covers all tokens up to the block's end, and adapter weights,
-never their name.
-"""
+"""Content addresses of cache blocks: digests of all tokens up to the block's end, and of adapter weights."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ def _digest(tag: str, *fields: bytes) -> str:
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Encode as little-endian uint32."""
     return array("I", token_ids).tobytes()
 
 
@@ -57,7 +52,6 @@ class Namespace:
 
 
 def root_of_version_1(model: str, spec: str, salt: str) -> str:
-    """Root of chains in files of version 1."""
     return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
 
 
@@ -66,10 +60,7 @@ class KVOrigin:
     """KV origin: an adapter that computes `groups` from token `start` on. Base computes the rest.
 
     Another start gives other KV (Activated LoRA, arXiv 2504.12397), so only requests of the same origin share blocks.
-
-    Args:
-        key: digest over weights and effective scale.
-        groups: indices of cache groups; files use names.
+    `key` is a digest over weights and effective scale.
     """
 
     key: str
@@ -97,12 +88,11 @@ def residual_cache(adapter_digest: str) -> str:
 
 
 def kind_of(cache: str) -> str:
-    """`base` or `residual`."""
     return cache.partition(".")[0]
 
 
 class BlockName(NamedTuple):
-    """One group's part of a block; its file's name is a `block_key`."""
+    """One group's part of a block."""
 
     chain: str
     group: int

@@ -2,15 +2,15 @@
 
 A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
-    base.KIND     base's KV, by attention kind; floor: one short request
+    base.KIND     base's KV, by attention kind
     residual.ADAPTER.KIND   residual KV; one share for all adapters, lent to base while unused
-    adapters      adapter weights on the device
-    stacks        stacked adapters for mixed steps: on loan
-    weights       the model's, outside the budget
-    trunk         hidden-state cache; separate budget
-    state         recurrent state of rows and checkpoints; its floor is its budget
-    transcripts   of recent agents; above its floor while some are not on disk
-    temporaries   estimate for the last admitted step; limited by free device memory
+    adapters      adapter weights
+    stacks        stacked adapters of mixed steps; on loan
+    weights       the model's; apart
+    trunk         hidden-state cache; apart
+    state         recurrent state; its floor is its budget
+    transcripts   apart; above its floor while some are not on disk
+    temporaries   estimate for the last admitted step; apart
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNBOUNDED = 2**62
 
 _NO_SHARES: Mapping[str, int] = {}
 
-# By asking family: families to ask, in order. Not adapter weights: requests need them.
+# By asking family: families to ask, in order. Requests need adapter weights.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
     BASE: (BASE, STACKS),
     RESIDUAL: (BASE, STACKS, RESIDUAL),  # base may hold the residual share
@@ -36,13 +36,13 @@ GIVES_WAY: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class Account:
-    """Bytes of one kind, `family` or `family.part`. Created by `Ledger.open`.
+    """Bytes of one kind, `family` or `family.part`.
 
     Args:
         apart: bytes of a separate budget; None to share the ledger's.
         on_loan: whether all of it returns when another account asks.
         measure: returns the used bytes; None if all are.
-        give_way: releases up to `num_bytes`, without claiming or asking.
+        give_way: releases up to `num_bytes`; must not claim or ask.
     """
 
     ledger: Ledger
@@ -67,7 +67,6 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Bytes to claim without asking."""
         if self.apart is not None:
             return self.apart - self.claimed
         return min(self._common_room, self.share_left)
@@ -82,7 +81,6 @@ class Account:
 
     @property
     def room_without_loans(self) -> int:
-        """Room if all loans returned."""
         if self.family in self.ledger.shares:
             return self.share_left
         loans = (each for each in self.ledger.sharing if each.on_loan and each is not self)
@@ -105,7 +103,7 @@ class Account:
             self.release(self.claimed - num_bytes)
 
     def borrow(self, num_bytes: int) -> None:
-        """Claim `num_bytes` in all, or less if other accounts cannot release enough."""
+        """Set the claim to `num_bytes`, or less if other accounts cannot release enough."""
         missing = num_bytes - self.claimed
         if missing > 0 and not self.ask(missing):
             num_bytes = self.claimed + max(0, self.room)
@@ -133,14 +131,14 @@ class Account:
 
 
 class Ledger:
-    """All RAM accounts. Only counts: owners keep their memory equal to the claim.
+    """All RAM accounts. Owners keep their memory equal to the claim.
 
     Args:
-        shares: maximum bytes of a family, within the budget; lent while unused.
+        shares: maximum bytes by family, within the budget; lent while unused.
 
     Attributes:
         accounts: in families with a share, least recently used first.
-        sharing: accounts of the common budget.
+        sharing: those of the common budget.
     """
 
     def __init__(self, budget: int, shares: Mapping[str, int] = _NO_SHARES) -> None:

@@ -1,7 +1,7 @@
 """Layout of a request's blocks by KV origin, the same in RAM, files and manifests.
 
-An origin path is a chain of blocks with some cache groups. Base's path has the groups that the adapter does not change.
-The adapter's has the rest, and base's blocks up to the adapter's start:
+An origin path is a chain of blocks with some cache groups: base's has those that the adapter does not change, the
+adapter's the rest.
 
     tokens          0 .. 255    256 .. 511    512 .. 600          start = 300
     base path       base        base          base                lower groups
@@ -38,7 +38,7 @@ class PathLayout:
         return BASE_ORIGIN if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Kinds that may provide tokens of a block."""
+        """Kinds that can provide tokens of a block."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_ORIGIN, end)]
@@ -58,7 +58,6 @@ def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = Fal
 
 
 def state_layout(producer: KVOrigin | None, num_groups: int) -> PathLayout:
-    """The origin path with checkpoints."""
     return next(path for path in lay_out(producer, num_groups, has_state=True) if path.has_state)
 
 

@@ -1,8 +1,4 @@
-"""RAM slots: reference counts by cache group, block tables, and the tree nodes that list slots.
-
-A node holds one reference per listed slot, a request one per slot in its block tables. A longer node may list the same
-slot as the tail that it extends, so listings are counted.
-"""
+"""RAM slots: reference counts by cache group, block tables, and the tree nodes that list slots."""
 
 from __future__ import annotations
 
@@ -49,7 +45,6 @@ class BlockPool:
         self._free = [block_id for block_id in self._free if block_id < capacity]
 
     def allocate(self) -> int:
-        """Return a free slot, with one reference."""
         if not self._free:
             raise OutOfBlocks(f"all {self.capacity} blocks are in use")
         block_id = self._free.pop()
@@ -57,7 +52,7 @@ class BlockPool:
         return block_id
 
     def allocate_before(self, block_id: int) -> int | None:
-        """Return the first free slot, with one reference; None if it is not below `block_id`."""
+        """Return the first free slot; None if it is not below `block_id`."""
         first = min(self._free, default=block_id)
         if first >= block_id:
             return None
@@ -66,11 +61,10 @@ class BlockPool:
         return first
 
     def note_move(self, source: int, target: int) -> None:
-        """Record that `target` replaces `source`."""
         self._moves.append((source, target))
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Return and clear the recorded moves. Copy their bytes before any other use of the arena."""
+        """Return and clear the moves (source, target). Copy their bytes before any other use of the arena."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -159,7 +153,11 @@ class BlockCounts:
 
 
 class Slots:
-    """RAM slots of one cache, and the nodes that list them."""
+    """RAM slots of one cache, and the nodes that list them.
+
+    A node has one reference per listed slot, a request one per slot in its tables. A node may list the slot of the tail
+    that it extends, so listings are counted.
+    """
 
     def __init__(self, groups: Sequence[Group], tree: RadixTree) -> None:
         self.groups = tuple(groups)
@@ -175,7 +173,6 @@ class Slots:
         return self.pools[index].ref_cnt(block_id) - self._listed[index][block_id]
 
     def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
-        """List a slot, and no longer `instead_of`."""
         if instead_of is not None:
             self._listed[index][instead_of] -= 1
             self.pools[index].release(instead_of)
@@ -189,7 +186,7 @@ class Slots:
         self.pools[index].release(block_id)
 
     def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
-        """Free the node's slots (of `groups`); False if they are read or written, or descendants are in RAM."""
+        """Free the node's slots (of `groups`); False if they are in use, or descendants are in RAM."""
         held = [index for index in node.block_ids if groups is None or index in groups]
         if node.pending or node.resident_children or any(self.is_read(i, node.block_ids[i]) for i in held):
             return False
@@ -204,7 +201,7 @@ class Slots:
         self.prune(node)
 
     def drop(self, node: Node, index: int) -> None:
-        """Unlist a slot, even if read; remove the node if unused."""
+        """Unlist a slot, even if read."""
         if index in node.block_ids:
             self.take_from(node, index)
         self.prune(node)
@@ -223,7 +220,7 @@ class Slots:
                 pool.retain(target)
                 pool.release(last)
                 table.replace(table.first_block + table.block_ids.index(last), target)
-        pool.release(target)  # nodes and tables hold their own
+        pool.release(target)
         pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
@@ -245,7 +242,7 @@ class Slots:
         return copies
 
     def prune(self, node: Node) -> None:
-        """Remove a node without data, and ancestors kept only for it."""
+        """Remove an unused node, and ancestors kept only for it."""
         if node.is_leaf and not node.block_ids:
             self._tree.remove(node)
 

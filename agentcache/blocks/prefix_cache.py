@@ -1,10 +1,7 @@
 """Prefix cache: which cached blocks a prompt uses, and where its new tokens go.
 
-Tokens in the tree are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail
-that no other request extends. A full block is published once computed, a partial one when the request is closed.
-
-Each group is published on one origin path only, so base nodes never list KV of an adapter. If an adapter starts inside
-a block, the base tail lists its slots too, for the tokens before the start.
+Cached tokens are immutable. A request writes only after its own: in private slots, or in the slot of a tail that no
+other request extends.
 """
 
 from __future__ import annotations
@@ -27,13 +24,7 @@ from agentcache.errors import OutOfBlocks
 
 
 class PrefixCache:
-    """All cached blocks of one model, or of one residual cache.
-
-    Args:
-        state: group of recurrent state.
-        state_budget: bytes for recurrent state.
-        headroom: returns the machine's free bytes.
-    """
+    """All cached blocks of one model, or of one residual cache. `headroom` returns the machine's free bytes."""
 
     def __init__(
         self,
@@ -74,11 +65,9 @@ class PrefixCache:
         return self.finder(root, token_ids, producer).match(limit)
 
     def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
-        """Return the finder of a prompt's cached prefixes; arguments as in `PrefixFinder`."""
         return PrefixFinder(self.tree, self.groups, root, token_ids, producer, self.snapshots)
 
     def in_ram(self, prefix: Cached) -> bool:
-        """Whether RAM has all blocks of `prefix`."""
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
         return all(
@@ -107,7 +96,7 @@ class PrefixCache:
             self.tree.touch(path.all_nodes)
 
     def _enter(self, root: str, prefix: Cached) -> BlockTables:
-        # Unpack once: a long prompt has many blocks.
+        # Unpack once, for speed.
         token_ids = unpack(b"".join(node.packed for node in prefix.paths[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
@@ -139,7 +128,7 @@ class PrefixCache:
             self.slots.list_in(node, load.group, load.block_id)
 
     def reserve(self, sequence: BlockTables, num_tokens: int) -> None:
-        """Allocate slots for further tokens. Raises OutOfBlocks, keeping those it got."""
+        """Allocate slots for `num_tokens` more. Raises OutOfBlocks, keeping those it got."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         if end == -(-sequence.num_tokens // BLOCK_SIZE):
             return
@@ -148,7 +137,7 @@ class PrefixCache:
                 table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
-        """Tokens after the request's end in whole blocks in RAM."""
+        """Tokens in whole blocks in RAM after the request's end."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
     def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
@@ -177,10 +166,9 @@ class PrefixCache:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
 
     def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
-        """Drop slots that no later token reads; from the tree too, if no request reads them.
+        """Drop slots that no later token reads, and unlist those that no request reads.
 
-        Args:
-            read_from: first token still to compute, for base's tables of a residual request. The tree keeps its slots.
+        `read_from`: first token still to compute, for base's tables of a residual request; the tree keeps its slots.
         """
         for path in sequence.paths if self._windowed else ():
             for index in self._windowed.intersection(path.groups):
@@ -222,7 +210,7 @@ class PrefixCache:
         sequence.closed = True
         self._sequences.discard(sequence)
         for index, table in enumerate(sequence.tables):
-            # Last slot first: the next request gets ascending slots, restored in one run.
+            # Last slot first: the next request gets ascending ones, restored in one run.
             for block_id in reversed(table.block_ids):
                 if block_id >= 0:
                     self.slots.pools[index].release(block_id)
@@ -289,13 +277,10 @@ class Checkpoints:
     def keep(
         self, sequence: BlockTables, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
     ) -> int | None:
-        """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
+        """List a checkpoint after `num_tokens` tokens and return its slot; None if one exists or there is no room.
 
-        None if one exists or there is no room. RAM keeps a request's last two longest.
-
-        Args:
-            lasts: other conversations start there: keep it as long.
-            starts_next: the next prompt probably starts there: keep it as one of the two.
+        RAM keeps a request's last two longest, and those that `lasts`: other conversations start there. One that
+        `starts_next` stays one of the two: the next prompt probably starts there.
         """
         snapshots = self._snapshots
         if snapshots is None or not num_tokens:
@@ -337,7 +322,7 @@ class Checkpoints:
             self._snapshots.release(slot)
 
     def find(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> list[Node]:
-        """Return a lineage's nodes with checkpoints, in order."""
+        """Return a lineage's nodes with checkpoints, first to last."""
         if self._snapshots is None:
             return []
         layout = state_layout(producer, len(self._slots.groups))
@@ -345,7 +330,7 @@ class Checkpoints:
         return list(finder.ends(num_tokens))[::-1]
 
     def node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        """Return the node that ends after `num_tokens` tokens, created if missing."""
+        """Return the node after `num_tokens` tokens, created if missing."""
         path, node = state_layout(producer, len(self._slots.groups)), self._tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)

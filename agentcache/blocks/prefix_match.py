@@ -72,7 +72,7 @@ def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def shared_until(left: str, right: str, left_at: int, right_at: int) -> int:
-    """Offset in `left` up to which it equals `right`, each from its own offset."""
+    """Offset in `left` up to which it equals `right`."""
     at, size = left_at, _FIRST_WINDOW
     while True:
         other = right_at + at - left_at
@@ -91,10 +91,7 @@ def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
 
 @dataclass(frozen=True)
 class _Start:
-    """A new encoding of the prompt from `offset` on, where `kept` tokens of the transcript end.
-
-    `ends` count from the prompt's beginning.
-    """
+    """A new encoding from `offset` on, after `kept` tokens; `ends` count from the prompt's beginning."""
 
     offset: int
     kept: int

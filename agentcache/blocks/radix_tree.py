@@ -1,8 +1,4 @@
-"""Radix tree of token blocks by content address: the prefixes cached in RAM or on disk.
-
-A node is one block of one KV origin: 256 tokens, or fewer for a tail, which is a leaf. The tree holds no data and
-counts no references.
-"""
+"""Radix tree of token blocks by content address: the prefixes cached in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -36,11 +32,10 @@ def unpack(packed: bytes) -> array[int]:
 
 
 class Node:
-    """One block of tokens after `parent`.
+    """One block of one KV origin: 256 tokens, or fewer for a tail, which is a leaf.
 
     Attributes:
         chain: content address, the same for all groups.
-        producer: KV origin, as in the address.
         position: block number; -1 for a root.
         block_ids: RAM slot by group.
         stored, pending: groups whose file is on disk, or being written.
@@ -146,17 +141,13 @@ class RadixTree:
         return self._roots[chain]
 
     def peek(self, chain: str) -> Node:
-        """Return a namespace's root without adding it."""
+        """Return a root without adding it."""
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
         self, root: str, packed: bytes, usable: Callable[[Node], bool], origin_of: Callable[[int], str]
     ) -> list[Node]:
-        """Return the longest path of usable full blocks of `packed` tokens. Valid until the tree changes.
-
-        Args:
-            origin_of: returns the KV origin of the block that ends before a token.
-        """
+        """Return the longest path of usable full blocks. `origin_of` returns a block's KV origin by its end."""
         node, nodes = self.peek(root), []
         width = BLOCK_SIZE * BYTES_PER_TOKEN
         for start in range(0, len(packed) - width + 1, width):
@@ -227,7 +218,7 @@ class RadixTree:
         return block_id
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark as just used; the last node counts as the oldest, so that leaves are evicted first."""
+        """Mark as just used, the last node as the oldest, so that leaves are evicted first."""
         for node in reversed(nodes):
             if node in self._residents:
                 self._residents.move_to_end(node)
@@ -238,7 +229,7 @@ class RadixTree:
 
     @property
     def residents(self) -> Iterator[Node]:
-        """Nodes with data in RAM, least recently used first."""
+        """Nodes with slots, least recently used first."""
         return iter(self._residents)
 
     def walk(self) -> Iterator[Node]:

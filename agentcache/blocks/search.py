@@ -1,8 +1,7 @@
 """Search for the longest cached prefix of a prompt.
 
-A finder answers for one kind of cached data with an upper bound, at most `limit`, on the tokens that it can serve. If
-the answer is `limit`, it can serve them. A search asks its finders until none lowers the limit. Finders and answers are
-valid until a cache changes.
+A finder returns an upper bound, at most `limit`, on the tokens that one kind of cached data can serve. If it is
+`limit`, it is exact. Finders and answers are valid until a cache changes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Finder = Callable[[int], int]
 
 
 def longest_common(limit: int, first: Finder, *others: Finder) -> int:
-    """Return the most tokens, at most `limit`, that all finders can serve. Those of `first` are exact."""
+    """Return the most tokens, at most `limit`, that all finders can serve. Answers of `first` are exact."""
     while True:
         answers = [limit]
         for find in (first, *others):
@@ -40,12 +39,9 @@ def longest_common(limit: int, first: Finder, *others: Finder) -> int:
 
 @dataclass(frozen=True)
 class CachedPath:
-    """Cached prefix of one origin path.
+    """Cached prefix of one origin path: full blocks, then `tail_tokens` tokens of `tail`.
 
-    Args:
-        nodes: full blocks.
-        tail: next node, of which `tail_tokens` tokens are used.
-        read_from: first token computed with the prefix, if before its end.
+    `read_from`: first token computed with it, if before its end.
     """
 
     layout: PathLayout
@@ -76,7 +72,7 @@ class CachedPath:
 
 @dataclass(frozen=True)
 class CachedHiddenStates:
-    """Hidden states of whole blocks, from block number `first` on."""
+    """Hidden states of blocks, from block number `first` on."""
 
     first: int
     names: tuple[HiddenStateKey, ...]
@@ -92,10 +88,10 @@ class CachedHiddenStates:
 
 @dataclass(frozen=True)
 class Cached:
-    """Result of a search: a prefix that is equally long on all origin paths.
+    """A cached prefix, equally long on all origin paths.
 
     Args:
-        snapshot: node at its end with a checkpoint.
+        snapshot: node at its end, with a checkpoint.
         known_tokens: tokens with cached KV, even without a checkpoint or base's KV; 0 if unknown.
         hidden_states: after the prefix; base's path extends to their end.
         residuals: residual KV, at most as long; base is read from its end on.
@@ -138,7 +134,7 @@ class PathFinder:
         self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix's length. `read_from` as in `CachedPath`."""
+        """Return the longest prefix in tokens; `read_from` as in `CachedPath`."""
         windows = (partial(self._in_window, index, read_from) for index in self._windows)
         return longest_common(limit, self._in_blocks, *windows)
 
@@ -161,13 +157,13 @@ class PathFinder:
         return Nearest([node for found in nearest if found.num_tokens == most for node in found.items], most)
 
     def _nearest(self, count: int, end: int, producer: str) -> Nearest[Node]:
-        """Nodes that share at least `least` tokens; else a shorter whole tail, the end of some agent's context."""
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
         nearest = parent.nearest(rest, usable, least=self._least, producer=producer)
         if nearest.items:
             return nearest
+        # A shorter tail counts if it is whole: the end of some agent's context.
         short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
         for num_tokens in range(short, 0, -1):
             tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], producer)
@@ -183,7 +179,7 @@ class PathFinder:
         return CachedPath(self._layout, tuple(self._nodes[:count]), tail, tail_tokens, read_from)
 
     def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
-        """Full blocks after `num_tokens` tokens. `durable`: up to the first without a window's block."""
+        """Full blocks after `num_tokens` tokens; if `durable`, up to the first without a window's block."""
         nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
         return takewhile(partial(_has, self._all), nodes) if durable else nodes
 
@@ -222,11 +218,7 @@ class CheckpointFinder:
 
 
 class PrefixFinder:
-    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints.
-
-    Args:
-        producer: KV origin of the prompt; None for base.
-    """
+    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints."""
 
     def __init__(
         self,
@@ -250,7 +242,6 @@ class PrefixFinder:
             self._checkpoints = CheckpointFinder(tree, root, packed, state_layout(producer, len(groups)), snapshots)
 
     def match(self, limit: int) -> Cached:
-        """Return the longest prefix of at most `limit` tokens."""
         known = limit = min(limit, self._num_tokens)
         if self._checkpoints is None:
             return self.cached(self.longest(limit))
@@ -259,12 +250,10 @@ class PrefixFinder:
         return self.cached(self.longest(known), known_tokens=known)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix's length. `read_from` as in `CachedPath`."""
         ends = () if self._checkpoints is None else (self._checkpoints.longest,)
         return longest_common(limit, *ends, *(partial(path.longest, read_from=read_from) for path in self.paths))
 
     def cached(self, num_tokens: int, read_from: int | None = None, known_tokens: int = 0) -> Cached:
-        """Return the blocks of an answer of `longest`."""
         paths = tuple(path.path(num_tokens, read_from) for path in self.paths)
         snapshot = None if self._checkpoints is None else self._checkpoints.last(num_tokens)
         return Cached(self._producer, paths, snapshot, known_tokens)
@@ -281,11 +270,7 @@ def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -
 def match_hidden_states(
     cached: Cached, finder: PrefixFinder, limit: int, states: HiddenStateCache, cut: int, *, durable: bool = False
 ) -> Cached:
-    """Return `cached`, found by `finder`, extended by hidden states to at most `limit` tokens.
-
-    Args:
-        durable: whether an agent keeps all blocks, including those before a window.
-    """
+    """Return `cached`, found by `finder`, extended by hidden states. `durable`: blocks before a window are kept."""
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)
     ahead = base.nodes_after(start, durable=durable)
     count = states.match(HiddenStateKey(node.chain, cut) for node in ahead)

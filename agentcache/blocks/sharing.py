@@ -15,7 +15,7 @@ from agentcache.blocks.search import Cached, CachedPath
 def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocator) -> None:
     """Fill empty block tables with `prefix`. Raises OutOfBlocks, leaving them partly filled."""
     slots = allocator.slots
-    # Allocation may evict.
+    # Retain first: allocation may evict.
     for path in prefix.paths:
         _share(sequence, path, slots)
     sources = [source for path in prefix.paths for source in _tail_slots(path)]
@@ -80,7 +80,7 @@ def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bo
 
 
 def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end: one node per origin path each."""
+    """Return full blocks in RAM after the request's end, each as one node per origin path."""
     if sequence.num_tokens % BLOCK_SIZE or any(path.ahead for path in sequence.paths):
         return []
     found: list[list[Node]] = []
@@ -105,7 +105,7 @@ def _in_ram(node: Node, path: OriginPath) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
-    """Append a block that another request has published; free a slot reserved for it."""
+    """Append a block that another request has published, instead of a slot reserved for it."""
     position = sequence.num_tokens // BLOCK_SIZE
     for path, node in zip(sequence.paths, nodes, strict=True):
         path.nodes.append(node)
@@ -140,7 +140,7 @@ class Publisher:
         return published
 
     def publish(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
-        """Return the path's node that ends before token `end`, sharing slots with the request."""
+        """Return the path's node that ends before token `end`. The request takes over its slots."""
         node = self.list_slots(sequence, path, end)
         for index in path.groups:
             self._adopt(sequence, node, index)
@@ -149,7 +149,7 @@ class Publisher:
     def list_slots(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
         """Return that node, with the request's slots in groups without data in RAM or on disk.
 
-        Computed KV could differ from the file's by rounding, and RAM and disk must be equal bit for bit.
+        RAM must equal the file bit for bit; computed KV could differ by rounding.
         """
         node = self.node_of(sequence, path, end)
         for index in path.groups:

@@ -1,10 +1,7 @@
 """Checkpoints of recurrent state: their slots in RAM, where they are taken, and which stay on disk.
 
-A checkpoint is the state of all recurrent layers after one token, and belongs to the tree node that ends there. That
-node has one reference to its slot. A request has one to the slot that it starts from, until copied to its row.
-
 A checkpoint is as large as the KV of thousands of tokens, so there are few: at an interval, where prompts probably
-branch (Marconi, arXiv 2411.19379), and at a turn's end. Cut at block borders, a prompt gives the same bits as uncut.
+branch (Marconi, arXiv 2411.19379), and at a turn's end.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 # The current step's input and result, and the next one's result.
 ROW_STATES = 3
-# One request also starts from a checkpoint and creates one.
+# A request also starts from a checkpoint and creates one.
 _LEAST_SLOTS = 2
 MOST_SAVED = 3
 DEFAULT_INTERVAL = 2048  # also the minimum
 _INTERVAL_WITHOUT_ATTENTION = 8192
-# Checkpoints on disk may cost twice the KV of the same tokens. A fifth is for system prompts and idle agents.
+# Checkpoints on disk may cost twice the KV of the same tokens, a fifth of that for system prompts and idle agents.
 _COST = 2 / 1.25
 
 
@@ -37,7 +34,7 @@ def least_state_bytes(group: Group) -> int:
 
 
 def interval_for(state_bytes: int, bytes_per_token: int) -> int:
-    """Return a model's checkpoint interval in tokens. `bytes_per_token` is 0 without attention."""
+    """Return the interval in tokens. `bytes_per_token` is 0 without attention."""
     if not bytes_per_token:
         return _INTERVAL_WITHOUT_ATTENTION
     tokens = math.ceil(state_bytes / (_COST * bytes_per_token))
@@ -51,9 +48,8 @@ def whole_blocks(num_tokens: int) -> int:
 class Snapshots:
     """Checkpoint slots, in one budget with the states of running requests, which evict unused checkpoints.
 
-    Args:
-        index: of the state's group, after the KV groups.
-        every: tokens between two checkpoints.
+    A checkpoint's node has one reference to its slot, a request one to the slot that it starts from, until its row has
+    copied it. `every`: tokens between two checkpoints.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class Snapshots:
         return self._pool.capacity - self._pool.num_free
 
     def enter(self, start: Node | None) -> int | None:
-        """Reserve room for a row; return its first checkpoint's slot, new if not in RAM. Raises OutOfBlocks."""
+        """Reserve room for a row; return the slot of `start`, new if not in RAM. Raises OutOfBlocks."""
         slot, is_absent = (None, False) if start is None else (start.state, start.state is None)
         if slot is not None:
             self._pool.retain(slot)  # against eviction below
@@ -197,10 +193,7 @@ class Snapshots:
 class SnapshotPlan:
     """Where one request takes checkpoints, besides its end.
 
-    Args:
-        every: interval in tokens.
-        borders: further positions.
-        lasting: the one where other conversations probably start; 0 for none.
+    `lasting`: the border where other conversations probably start; 0 for none.
     """
 
     every: int
@@ -218,13 +211,12 @@ class SnapshotPlan:
         base_tokens: int = 0,
         repeated_tokens: int = 0,
     ) -> SnapshotPlan:
-        """Return the plan for a prompt that is computed from `start` on.
+        """Return the plan for a prompt computed from `start` on, where `base_tokens` precede the adapter's start.
 
-        Args:
-            known_tokens: tokens with cached KV: another conversation probably branches there.
-            base_tokens: tokens before the adapter's start, or 0.
-            repeated_tokens: tokens that the next prompt repeats, if it changes the reply; else 0.
+        Other conversations probably branch after `known_tokens`, whose KV is cached. `repeated_tokens` as in
+        `SubmittedRequest`.
         """
+        # Cut at block borders, a prompt gives the same bits as uncut.
         lasting, branch = whole_blocks(system_tokens), whole_blocks(known_tokens)
         # A repeated prompt computes its last token.
         last = whole_blocks(max(0, num_tokens - 1))
@@ -255,9 +247,9 @@ def choose_saved(
 
     Args:
         found, saved: in RAM or on disk; on disk.
-        lasting: position after the system prompt; 0 for none.
-        every: tokens that may be recomputed after a crash; none if `final`.
-        returns: other positions where the next prompt may leave the lineage.
+        lasting: end of the system prompt; 0 for none.
+        every: tokens that a crash may cost; none if `final`.
+        returns: other positions where the next prompt may branch.
     """
     found = sorted(found)
     ends = sorted({*returns, num_tokens})

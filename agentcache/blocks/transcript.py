@@ -17,11 +17,7 @@ Span = tuple[str, int]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text.
-
-    Args:
-        ends: character offset at which each token ends; of one that ends inside a character, the next clean end.
-    """
+    """Tokens of a text. `ends`: character offset of each token's end, after any character that it splits."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -29,7 +25,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Marked text of given token ids, and where each ends."""
+    """Marked text of token ids, and where each ends."""
 
     text: str
     ends: Sequence[int]
@@ -37,8 +33,6 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """Content of a `Transcript`."""
-
     text: str
     ids: array[int]
     ends: array[int]
@@ -52,13 +46,12 @@ class TranscriptContent:
 class Transcript:
     """Text and exact tokens of an agent's context. Immutable.
 
-    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`); attributes then read the log. A reference to
-    `content()` keeps it in RAM.
+    After `store_in`, the content can leave RAM; attributes then read the log.
 
     Args:
         text: marked text (`text/marks.py`).
         ends: as in `Encoding`; the last one is `len(text)`.
-        spans: runs of tokens: ("prompt" or "generated", number of tokens).
+        spans: runs of ("prompt" or "generated", number of tokens).
     """
 
     __slots__ = ("_content", "_num_tokens", "_read", "_unowned", "num_chars", "num_spans")
@@ -107,7 +100,6 @@ class Transcript:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the content stays in RAM without other references."""
         return self._content is not None
 
     @property
@@ -115,7 +107,7 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Return the content. Any thread. Raises StoreError."""
+        """Any thread. Raises StoreError."""
         content = self._content or self._unowned()
         if content is None:
             assert self._read is not None
@@ -124,7 +116,7 @@ class Transcript:
         return content
 
     def store_in(self, read: Callable[[], TranscriptContent]) -> None:
-        """Set the function that reads the content from a log, on any thread."""
+        """Set the function that reads the content on any thread."""
         self._read = read
 
     def leave_ram(self) -> None:
@@ -161,7 +153,6 @@ class Transcript:
         return Transcript(content.text + text, content.ids + more_ids, content.ends + more_ends, spans)
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """Character ranges of generated text."""
         content = self.content()
         ranges, first, ends = list[tuple[int, int]](), 0, content.ends
         for kind, count in content.spans:

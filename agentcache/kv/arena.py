@@ -1,10 +1,6 @@
-"""Arenas: the RAM of all cached blocks, by group, layer, side (keys or values) and tensor.
+"""Arenas: the RAM of all cached blocks. Keys or values of a layer are stored as `Packed` [num_blocks, H_kv, 256, ·].
 
-Memory shared with the device is read and written in place between steps; other devices need uploads. Assignments run in
-place only while nothing else holds the array: a kept reference turns every write into a copy.
-
-Each side of a layer has `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16 [num_blocks,
-H_kv, 256, D/group_size]; unquantised: `data` alone, 16-bit floats [num_blocks, H_kv, 256, D].
+Assignments run in place only while nothing else holds the array: a kept reference turns every write into a copy.
 """
 
 from __future__ import annotations
@@ -31,11 +27,7 @@ _RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
 
 
 class GroupArena:
-    """All tensors of one cache group.
-
-    Args:
-        room: expected maximum bytes; further growth may copy.
-    """
+    """All tensors of one cache group. `room`: expected maximum bytes; further growth may copy."""
 
     def __init__(self, spec: GroupSpec, room: int = 0) -> None:
         self.spec = spec
@@ -74,7 +66,7 @@ class GroupArena:
         return np.array(mx.concatenate(parts))
 
     def memory(self) -> GroupMemory | None:
-        """Memory of the slots, for reading files into, between steps. Release it before any other use of the arena.
+        """Memory of the slots, to read files into, between steps. Release it before any other use of the arena.
 
         None if the device has separate memory, or most of a block is floats.
         """
@@ -123,7 +115,7 @@ class GroupArena:
 
 
 def _joined(blocks: Sequence[Array]) -> Array:
-    """[n, bytes]; a view if the blocks are adjacent."""
+    """[n, bytes]; no copy if the blocks are adjacent."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
     if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
@@ -131,12 +123,11 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    """One arena per group."""
     return [GroupArena(group, room) for group in spec.groups]
 
 
 class LayerArena:
-    """Keys and, except for MLA, values of one layer. `tensors`: the group's, by name; None creates its own."""
+    """Keys and, except for MLA, values of one layer. `tensors`: the group's; None creates its own."""
 
     def __init__(
         self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
@@ -179,10 +170,7 @@ class LayerArena:
         return made
 
     def was_written(self, written: mx.array) -> None:
-        """Record the result of a kernel that wrote in place, unknown to MLX; `take_written` has it evaluated.
-
-        It is zero: reads add it to their input to run after the write.
-        """
+        """Record the zero that a kernel returns after a write unknown to MLX: reads add it, to run after the write."""
         self.keys.written = written
         if self.values is not None:
             self.values.written = written
@@ -218,7 +206,7 @@ class SideArena:
         self.quantisation = quantisation
         self.parts = parts
         self._arenas = tuple(parts[part] for part in PARTS if part in parts)
-        self.written: mx.array | None = None  # zero, from the last kernel that wrote in place
+        self.written: mx.array | None = None  # as in `was_written`
 
     def made_of(self, arrays: Iterator[mx.array]) -> SideArena:
         made = copy.copy(self)
@@ -233,7 +221,7 @@ class SideArena:
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens of `packed` [1, at least `head` + H, n, ·] run by run."""
+        """Write one row's tokens, `packed` [1, at least `head` + H, n, ·], run by run."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
@@ -241,7 +229,7 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Write tokens of `packed` [B, at least `head` + H, n, ·]; slots and offsets [B*n]."""
+        """Write `packed` [B, at least `head` + H, n, ·]; slots and offsets [B*n]."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
@@ -258,7 +246,6 @@ class SideArena:
         return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
-        """Make reads wait for the last in-place write."""
         return block_ids if self.written is None else block_ids + self.written
 
     def copy(self, source: int, target: int) -> None:
@@ -271,11 +258,7 @@ class SideArena:
 class TensorArena:
     """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
 
-    Args:
-        most: expected maximum of blocks, up to which growth need not copy (`kv/backing.py`).
-
-    Attributes:
-        is_due: whether it has assignments since the last `take_due`.
+    `most`: blocks up to which growth need not copy. `is_due`: it has assignments since the last `take_due`.
     """
 
     def __init__(self, spec: TensorSpec, most: int = 0) -> None:
@@ -303,14 +286,11 @@ class TensorArena:
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
     def memory(self) -> memoryview:
-        """The array's bytes, after pending writes. Only between steps and if `shares_memory`.
-
-        Release it before the next write.
-        """
+        """The array's bytes, between steps and if `shares_memory`. Release before the next write."""
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
-        """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy. No scatter: that compiles for seconds."""
+        """Write blocks [n, ...], padded with zeros to 256 tokens. Lazy. A scatter would compile for seconds."""
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
@@ -350,7 +330,6 @@ def has_due(tensors: Iterable[TensorArena]) -> bool:
 
 
 def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
-    """Return arrays with assignments since the last call, to evaluate."""
     due = [tensor for tensor in tensors if tensor.is_due]
     for tensor in due:
         tensor.is_due = False
@@ -358,5 +337,4 @@ def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
 
 
 def shares_memory() -> bool:
-    """Whether this process can access the device's memory."""
     return bool(mx.default_device() == mx.cpu or mx.metal.is_available())

@@ -1,12 +1,4 @@
-"""The memory behind an arena's array. It grows without a copy if possible.
-
-Most systems allocate a page at first touch, so reserving the largest size costs only addresses:
-
-- `Reserved`, CPU under Linux: one array of the largest size; pages behind the last slot stay untouched.
-- `Adopted`, unified memory: the device claims a whole array at first use. So arrays of growing size cover the front of
-  one mapping.
-- `Exact`, elsewhere: one array per size; growing copies.
-"""
+"""The memory behind an arena's array, which grows without a copy if possible: untouched pages cost only addresses."""
 
 from __future__ import annotations
 
@@ -49,7 +41,7 @@ class Backing(Protocol):
     most: int
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """Return an array of `capacity` blocks, between steps: of the first `used` in `array`, then zeros. Lazy.
+        """Return `capacity` blocks: the first `used` of `array`, then zeros. Lazy. Between steps.
 
         `array`, perhaps of another backing, is unusable afterwards.
         """
@@ -72,14 +64,14 @@ def _empty(spec: TensorSpec) -> mx.array:
 
 
 class Exact:
-    """A backing with one array per size."""
+    """One array per size; growing copies."""
 
     most = sys.maxsize
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
         if capacity <= used:
             return mx.contiguous(array[:capacity])
-        # Assigning into zeros touches each new page once; concatenating would need a second array.
+        # Concatenating would need a second array.
         resized = mx.zeros((capacity, *array.shape[1:]), array.dtype)
         if used:
             resized[:used] = array[:used]
@@ -87,7 +79,7 @@ class Exact:
 
 
 class Adopted:
-    """A backing over the front of one memory mapping. For macOS."""
+    """Arrays of growing size over the front of one mapping: on macOS, the device claims a whole array at first use."""
 
     def __init__(self, spec: TensorSpec, most: int, adopt: Callable[[Array], mx.array] | None = None) -> None:
         self.most = most
@@ -120,7 +112,7 @@ def _adopt(data: Array) -> mx.array:
 
 @cache
 def adopts() -> bool:
-    """Whether MLX can use, write and later extend an array over own memory. Tested once."""
+    """Whether MLX can use, write and later extend an array over our memory."""
     if not mx.metal.is_available():
         return False
     try:
@@ -142,7 +134,7 @@ def adopts() -> bool:
 
 
 class Reserved:
-    """A backing of maximum size. A background thread allocates new slots' pages, so that steps do not wait."""
+    """One array of maximum size, on Linux CPUs. A thread allocates new slots' pages, so that steps do not wait."""
 
     def __init__(self, spec: TensorSpec, most: int, address: int) -> None:
         self.most = most
@@ -151,7 +143,7 @@ class Reserved:
 
     @classmethod
     def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
-        """Return None if the system refuses the addresses, or keeps freed pages."""
+        """None if the system refuses the addresses, or keeps freed pages."""
         itemsize = spec.numpy_dtype.itemsize
         room = load_array(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
@@ -160,7 +152,7 @@ class Reserved:
             return None
         array = as_blocks(room, spec, most, -begin % ALIGNMENT // itemsize)
         address = address_of(array)
-        # With huge pages, an adapter's first block would take 2 MB per tensor.
+        # With huge pages, a first block would take 2 MB per tensor.
         keep_pages_small(address, address + array.nbytes)
         return cls(spec, most, address), array
 
@@ -170,7 +162,7 @@ class Reserved:
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
         mx.eval(array)
         if address_of(array) != self._address:
-            # A reference held during a write made MLX copy the array.
+            # A reference was held during a write.
             log.warning("an arena of %d bytes was copied", array.nbytes)
             self._address = address_of(array)
         size = self._slot_bytes
@@ -191,13 +183,12 @@ def _populator() -> ThreadPoolExecutor:
 
 
 def wait_for_pages() -> None:
-    """Wait until all slots have memory."""
     if _populator.cache_info().currsize:
         _populator().submit(int).result()
 
 
 class _Addresses:
-    """Counts reserved addresses without memory, which MLX counts as allocated, and raises MLX's limit by as much.
+    """Counts addresses without memory, and raises MLX's limit by as much: MLX counts them as allocated.
 
     Above its limit MLX stops computing ahead.
     """
@@ -223,7 +214,7 @@ class _Addresses:
             self._lock.release()
 
     def set_limit(self, limit: int | None = None) -> int:
-        """Set the limit, by default to the last one again. Return the last one."""
+        """Set the limit; None sets the last one again. Return the last one."""
         with self._lock:
             return self._move_limit(limit)
 
@@ -238,7 +229,6 @@ _addresses = _Addresses()
 
 
 def allocated_bytes() -> int:
-    """Bytes of memory that MLX has allocated."""
     allocated: int = mx.get_active_memory()
     return allocated - _addresses.num_bytes
 

@@ -1,8 +1,4 @@
-"""mlx-lm's cache contract over a Q4 arena, for any number of sequences.
-
-Rows join and leave without padding or copies of KV. mlx-lm models gather (`update_and_fetch`); paged attention reads in
-place (`update`). The engine uses `StepCache` and reserves blocks itself.
-"""
+"""mlx-lm's cache contract over an arena. The engine uses `StepCache` and reserves blocks itself."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from agentcache.kv.step_cache import PagedKV, Reads, Writes, check_window
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache of `len(lengths)` rows; `arena` grows with `pool`."""
+    """One layer's cache of `len(lengths)` rows. `arena` grows with `pool`."""
 
     def __init__(
         self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
@@ -37,7 +33,7 @@ class BatchQuantizedKVCache:
         return cls(arena, pool, [BlockTable() for _ in range(batch_size)], [0] * batch_size)
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Quantise and append keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA)."""
+        """Quantise and append; shapes as in `Writes.put`."""
         num_tokens = keys.shape[2]
         self._copy_shared(num_tokens)
         self._reserve(num_tokens)
@@ -74,10 +70,7 @@ class BatchQuantizedKVCache:
         return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
-        """Update, then return (data, scales, biases) of keys and of values, each [B, H_kv, T, ·].
-
-        T covers whole blocks; `make_mask` masks the excess.
-        """
+        """Update; return (data, scales, biases) of keys and of values, [B, H_kv, T, ·]. T covers whole blocks."""
         return self._gather(self.update(keys, values).reads)
 
     def _gather(self, reads: Reads) -> tuple[tuple[mx.array, ...], ...]:
@@ -111,7 +104,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
-        """Combine rows of one arena without copying KV. Do not use `caches` afterwards."""
+        """Combine rows of one arena. Do not use `caches` afterwards."""
         first = caches[0]
         merged = cls(first.arena, first.pool, first.tables, first.lengths)
         for cache in caches[1:]:
@@ -119,7 +112,7 @@ class BatchQuantizedKVCache:
         return merged
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Append rows without copying KV. Do not use `other` afterwards."""
+        """Append rows. Do not use `other` afterwards."""
         if other.arena is not self.arena:
             raise BrokenInvariant("rows of different arenas cannot share a batch")
         self.tables = self.tables + other.tables

@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
-    """One tensor of a block of `num_tokens` tokens: bytes `begin` to `end - 1`."""
+    """One tensor of a block of `num_tokens` tokens: its bytes `begin … end - 1`."""
 
     spec: TensorSpec
     num_tokens: int
@@ -37,10 +37,7 @@ class BlockTensor(NamedTuple):
         return own.reshape(*blocks.shape[:-1], *self.spec.block_shape(self.num_tokens))
 
     def runs(self, slot: int) -> Iterator[tuple[slice, slice]]:
-        """Byte ranges to copy: in the tensor's arena, in the block.
-
-        One if the block is full or tokens are the first axis, else one per index of the leading axes.
-        """
+        """Contiguous byte ranges to copy: in the tensor's arena, in the block."""
         count = 1 if self.num_tokens == BLOCK_SIZE else self.spec.num_runs
         length, stride = (self.end - self.begin) // count, self.spec.slot_bytes // count
         there, own = slot * self.spec.slot_bytes, self.begin
@@ -53,7 +50,7 @@ Slots: TypeAlias = "tuple[memoryview, int]"  # memory, bytes per slot
 
 
 class RestBuffer:
-    """Buffer for a full block's bytes from the first float on, also split by tensor."""
+    """Buffer for a full block's bytes from the first float on."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
@@ -63,7 +60,7 @@ class RestBuffer:
 
 
 class Place:
-    """One slot's memory, for reading a full block into it: `integers` take the bytes before the first float."""
+    """One slot's memory, for reading a full block: `integers` take the bytes before the first float."""
 
     def __init__(self, memory: GroupMemory, block_id: int) -> None:
         self.integers = [slots[block_id * size : (block_id + 1) * size] for slots, size in memory.integers]
@@ -75,7 +72,7 @@ class Place:
         return self._memory.rest_sizes
 
     def put_rest(self, rest: RestBuffer) -> None:
-        """Copy the float tensors into the slot. Values must be finite: masked reads turn infinity into NaN."""
+        """Copy the float tensors. Values must be finite: masked reads turn infinity into NaN."""
         for (slots, size), tensor in zip(self._memory.rest, rest.tensors, strict=True):
             begin = self._block_id * size
             slots[begin : begin + size] = tensor
@@ -112,7 +109,7 @@ def aligned(num_bytes: int) -> Array:
 @lru_cache(maxsize=256)
 def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
     tensors, begin = [], 0
-    for spec in group.tensors:  # runs for every tail length, so it must be cheap
+    for spec in group.tensors:  # for every tail length: must be cheap
         end = begin + (spec.own_bytes if spec.token_axis is None else num_tokens * spec.own_bytes)
         tensors.append(BlockTensor(spec, num_tokens, begin, end))
         begin = end
@@ -133,7 +130,7 @@ def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.
 
 
 def first_float(group: GroupSpec, num_tokens: int) -> int:
-    """Bytes before a block's first float: integers, for which any bits are valid."""
+    """Bytes before a block's first float: integers, of which any bits are valid."""
     ranges = float_ranges(group, num_tokens)
     return ranges[0][0] if ranges else group.bytes_of(num_tokens)
 
@@ -143,9 +140,8 @@ def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
     return str(position).encode().join(_around_position(group, num_tokens))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # building it dominates the read of a small block
 def _around_position(group: GroupSpec, num_tokens: int) -> tuple[bytes, ...]:
-    """Cached: building it dominates the read of a small block."""
     entries = {
         tensor.spec.name: {
             "dtype": tensor.spec.dtype,

@@ -1,7 +1,4 @@
-"""Optional measurements per cached token, which attention does not read.
-
-Files have a block's sum, rounded, so that they stay equal despite differences in a float's last bit.
-"""
+"""Optional measurements per cached token, which attention does not read."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class TokenMeasures:
         copy_block([self.tokens], source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
-        """A block's sum for its file, float32 [width]; empty if unknown."""
+        """A block's sum, float32 [width], rounded so that files do not differ in a last bit; empty if unknown."""
         total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))
         if not np.isfinite(total).all():
             return {}
@@ -46,7 +43,7 @@ class TokenMeasures:
         return {self.name: np.ldexp(np.round(np.ldexp(mantissa, _KEPT_BITS)), exponent - _KEPT_BITS).astype(np.float32)}
 
     def put(self, block_id: int, num_tokens: int, extras: Extras) -> None:
-        """Give each token an equal share of the sum from a block's file."""
+        """Give each token an equal share of a file's sum."""
         total = extras.get(self.name)
         if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
             total = None
@@ -54,7 +51,7 @@ class TokenMeasures:
         self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 
     def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
-        """Sum over the known tokens `begin … num_tokens-1`, and their number."""
+        """Sum over the known of tokens `begin … num_tokens-1`, and their number."""
         first = max(begin // BLOCK_SIZE, table.first_block)
         count = num_tokens - first * BLOCK_SIZE
         ids: Sequence[int] = table.block_ids[first - table.first_block :][: -(-count // BLOCK_SIZE)]

@@ -1,7 +1,4 @@
-"""Quantisation of cached values, and its inverse.
-
-As in `mx.quantize`: value = q * scale + bias, low nibble first.
-"""
+"""Quantisation of cached values as in `mx.quantize` (value = q * scale + bias, low nibble first), and its inverse."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from agentcache.kv.backing import ARRAY_DTYPES
 from agentcache.kv.packing import Packing, Plain
 
 _PLAIN_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
-# Unpacking in float16 cannot overflow below this: q * scale is at most 15/7 of the largest value.
+# Below this, unpacking in float16 cannot overflow: q * scale is at most 15/7 of the largest value.
 LARGEST_VALUE = 30000.0
 
 
 class Packed(NamedTuple):
-    """Values in their stored form.
+    """Stored values.
 
-    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Otherwise `data` alone
-    [..., D]: float16, or bfloat16's bits as uint16.
+    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Else `data` [..., D]:
+    float16, or bfloat16's bits as uint16.
     """
 
     data: mx.array
@@ -38,9 +35,9 @@ Pack = Callable[[mx.array, Packing], Packed]
 
 
 def quantise(x: mx.array, quantisation: Packing) -> Packed:
-    """Quantise [..., D] of any float dtype along the last axis, in float32.
+    """Quantise floats [..., D] along the last axis, in float32.
 
-    NaN becomes 0 and values saturate, because masked reads by other rows would spread NaN and infinity.
+    NaN becomes 0 and values saturate: masked reads would spread NaN and infinity.
     """
     x = x.astype(mx.float32)
     limited = mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST_VALUE, LARGEST_VALUE)

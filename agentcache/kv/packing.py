@@ -1,4 +1,4 @@
-"""Storage formats of keys and values, and their bits by layer."""
+"""Storage formats of keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Quantisation:
         return f"affine-{self.bits}bit-g{self.group_size}"
 
     def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """(dtype, width) of each part of a head's `dim` values."""
+        """(dtype, width) of each part of `dim` values."""
         groups = dim // self.group_size
         return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", groups), "biases": ("F16", groups)}
 
@@ -95,11 +95,9 @@ AUTO = "auto"  # measured at load
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of a model's cached keys and values.
+    """Bits of a model's cached keys and values, by layer in order of computation.
 
-    Args:
-        layers: in order of computation.
-        divergence: mean Kullback-Leibler divergence of logits from unquantised KV's, in nats; None if not measured.
+    `divergence`: mean Kullback-Leibler divergence of logits from unquantised KV's, in nats; None if not measured.
     """
 
     layers: tuple[LayerBits, ...]

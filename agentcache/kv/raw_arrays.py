@@ -1,4 +1,4 @@
-"""MLX arrays over memory that MLX neither zeroes nor copies, their addresses, and views of them as blocks."""
+"""MLX arrays over memory that MLX neither zeroes nor copies."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | No
 def upload(data: Array) -> mx.array:
     """Return an evaluated copy of `data`, uint8 [n, bytes] with contiguous rows, on the default device.
 
-    `mx.array` uses managed memory, which the device fetches page by page. A file moves as a whole.
+    Not by `mx.array`: the device would fetch its managed memory page by page.
     """
     return load_array(data.shape, data.dtype, data.reshape(-1).view(np.uint8))
 
 
 def address_of(array: mx.array) -> int:
-    """Address of a non-empty array in memory that this process sees."""
+    """Address of a non-empty array in shared memory."""
     # NumPy would substitute its own memory for an empty array.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array).cast("B")))
 

@@ -42,7 +42,7 @@ class LayerSpec:
     """Cached heads and dimensions of one layer.
 
     Args:
-        index: number of layers computed before it, also in a second round through the layers.
+        index: number of layers computed before it, in a second round too.
         num_kv_heads: 1 for MLA's latent.
         value_dim: 0 if the key cache holds the values (MLA).
         window: most recent tokens attended to; None for all.
@@ -94,7 +94,6 @@ class TensorSpec:
 
     @cached_property
     def own_bytes(self) -> int:
-        """Bytes of one token, or of the block if `token_axis` is None."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     @cached_property
@@ -119,8 +118,6 @@ class GroupSpec:
     Args:
         name: in addresses and files; unique in a `CacheSpec`.
         tensors: in block byte order; widest dtypes first, for alignment.
-        window: most recent tokens read; None for all.
-        layers, quantisation: attention layers and packing of KV.
         value_quantisation: packing of values, if different.
     """
 
@@ -138,7 +135,7 @@ class GroupSpec:
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise BrokenInvariant(f"two tensors of group {self.name} have one name")
 
-    # Groups are lookup keys for every file, so comparison must be fast.
+    # Lookup keys for every file: comparison must be fast.
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, GroupSpec) and self._text == other._text)
 
@@ -167,7 +164,7 @@ class GroupSpec:
         return self._bytes_once + num_tokens * self.bytes_per_token
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Tokens of a block of `num_bytes`; a full block's if its size is fixed."""
+        """Tokens in a block of `num_bytes`; 256 if its size is fixed."""
         return (num_bytes - self._bytes_once) // self.bytes_per_token if self.bytes_per_token else BLOCK_SIZE
 
     @cached_property
@@ -192,7 +189,7 @@ class CacheSpec:
     Args:
         groups, recurrent: in order of depth.
         rope: text that differs if rope rotates differently.
-        beside: identity of a cache beside the model's own, with that one's digest.
+        beside: identity of a cache beside the model's own, and that one's digest; else empty.
         rank: such as `0 of 2`; empty for one process.
         sources: digest of the code that computes KV.
     """
@@ -215,7 +212,6 @@ class CacheSpec:
 
     @cached_property
     def digest(self) -> str:
-        """Covers all fields; part of every key."""
         fields = asdict(self, dict_factory=_without_new_defaults)
         return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -290,18 +286,18 @@ def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
-    """Name in files of one of `PARTS` of a layer's `key_cache` or `value_cache`."""
+    """Name in files. `side` is `key_cache` or `value_cache`, `part` one of `PARTS`."""
     owner = f"{layer.index}.{layer.nth}" if layer.nth else str(layer.index)
     return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
 
 
 def state_name(cache: int, number: int) -> str:
-    """Name in files of array `number` of a recurrent layer; `cache` counts these layers."""
+    """Name in files of array `number` of recurrent layer `cache`."""
     return f"cache.recurrent.{cache}.{number}"
 
 
 def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
-    """Yield (name in files, dimension) of each cached side."""
+    """Yield (name in files, dimension)."""
     yield "key_cache", layer.key_dim
     if layer.value_dim:
         yield "value_cache", layer.value_dim
@@ -316,11 +312,9 @@ def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> d
 
 
 def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
-    """The group of these layers' KV; `values` defaults to `keys`."""
     packing = LayerPacking(keys, values or keys)
     made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
     tensors = tuple(side[part] for part in PARTS for side in made if part in side)
-    # For alignment.
     tensors = tuple(sorted(tensors, key=lambda tensor: -tensor.numpy_dtype.itemsize))
     return GroupSpec(name, tensors, layers[0].window, tuple(layers), keys, None if packing.values == keys else values)
 

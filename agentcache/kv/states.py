@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row, which steps never change."""
+"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row. Steps never change them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class StateArena:
-    """State arrays of the slots of `snapshots`, for the thread that runs the model."""
+    """State arrays of the slots of `snapshots`."""
 
     def __init__(self, spec: CacheSpec, snapshots: Snapshots) -> None:
         assert spec.state_group is not None
@@ -56,7 +56,7 @@ class StateArena:
         mx.async_eval(arrays)
 
     def arrays(self, slot: int) -> list[list[mx.array | None]]:
-        """Arrays [1, ...] per recurrent cache, as its layer takes them."""
+        """Arrays [1, ...] per recurrent cache."""
         held = [iter(arrays) for arrays in self._slots[slot]]
         return [
             [None if tensor is None else next(arrays) for tensor in spec.tensors]

@@ -1,7 +1,6 @@
-"""One step's reads and writes, and the cache of one layer as a model sees it during the step.
+"""One step's reads and writes, and a layer's cache as a model sees it during the step.
 
-`Reads` and `Writes` resolve block tables to slots, offsets and masks, once for all layers of a group. They copy from
-tables, which may change while the device computes.
+`Reads` and `Writes` copy from block tables, which may change while the device computes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MAX_SLICES = 16  # with more runs, one scatter is cheaper than slice assignment
 
 
 class RaggedBlocks:
-    """Concatenated blocks of several non-empty rows, with per-row reductions. `starts`: each block's first position."""
+    """Concatenated blocks of several non-empty rows. `starts`: each block's first position."""
 
     def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
@@ -33,19 +32,18 @@ class RaggedBlocks:
 
     @cached_property
     def _indices(self) -> mx.array:
-        """Indices of blocks, int32 [B, longest row], padded with the row's first."""
         most, begin, indices = max(self._counts), 0, []
         for count in self._counts:
             indices.append([*range(begin, begin + count), *[begin] * (most - count)])
             begin += count
-        return mx.array(indices, dtype=mx.int32)
+        return mx.array(indices, dtype=mx.int32)  # [B, longest row]
 
     @cached_property
     def _real(self) -> mx.array:
         return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
 
     def spread(self, x: mx.array) -> mx.array:
-        """Repeat each row's value for its blocks: [B, ...] to [num_blocks, ...]."""
+        """Repeat rows for their blocks: [B, ...] to [num_blocks, ...]."""
         return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
 
     def max(self, x: mx.array) -> mx.array:
@@ -53,7 +51,7 @@ class RaggedBlocks:
         return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
-        """Sum per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
+        """As `max`. Deterministic: no atomics."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
@@ -70,10 +68,9 @@ class RowReads:
 
 
 class Reads:
-    """Blocks of one group that each row reads, including those of the step's own tokens.
+    """Blocks of one group that each row reads, with those of the step's own tokens.
 
     Args:
-        tables: with room for the step.
         lengths: tokens in each row before the step.
         num_tokens: tokens added to every row.
 
@@ -89,7 +86,7 @@ class Reads:
         self.window = window
         self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
         self._lengths = lengths
-        # Lists, for speed: this runs for every row of every step.
+        # Lists, for speed.
         firsts = [table.first_block for table in tables]
         ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
         self._firsts = firsts
@@ -151,12 +148,11 @@ class Reads:
 
     @property
     def key_start(self) -> int:
-        """Position of the first key read, of a single row."""
+        """Position of a single row's first key."""
         return self._firsts[0] * BLOCK_SIZE
 
     @property
     def num_keys(self) -> int:
-        """Keys of a single row, from `key_start` on."""
         return self._lengths[0] + self.num_tokens - self.key_start
 
     @cached_property
@@ -170,13 +166,13 @@ class Reads:
 
 
 class Writes:
-    """Where a step's own keys and values go in one group. Arguments as in `Reads`."""
+    """Where a step's own keys and values go in one group; arguments as in `Reads`."""
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.prepared: dict[Any, Any] = {}
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
-        self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first new token
+        self._offsets = [length % BLOCK_SIZE for length in lengths]
         firsts = [length // BLOCK_SIZE for length in lengths]
         ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
         self._ids = [
@@ -202,7 +198,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Slots and offsets of all tokens, int32 [B * num_tokens] each."""
+        """Of all tokens, int32 [B * num_tokens] each."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -244,7 +240,7 @@ class Writes:
             side.write_scattered(packed, *self.slots_and_offsets, head)
 
     def put_tokens(self, tensor: TensorArena, new: mx.array) -> None:
-        """Write a non-KV tensor's values per token, [B, n, ...]. Lazy."""
+        """Write another tensor's values per token, [B, n, ...]. Lazy."""
         if self._by_runs:
             for run in self.runs:
                 end = run.offset + run.stop - run.start
@@ -253,7 +249,7 @@ class Writes:
             tensor.assign(self.slots_and_offsets, new.reshape(-1, *new.shape[2:]))
 
 
-# Lazily quantises and writes keys and values (None for MLA).
+# As `Writes.put`.
 Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
@@ -269,10 +265,7 @@ class PagedKV(NamedTuple):
 class Handle:
     """Stands for cached keys or values in model code; attention resolves it (`models/attachment.py`).
 
-    Not an array: code that computes with it fails instead of computing wrongly.
-
-    Args:
-        projections: for MLA, from latent to keys and values.
+    Not an array: code that computes with it fails. `projections`: for MLA, from latent to keys and values.
     """
 
     kv: PagedKV
@@ -307,17 +300,17 @@ class StepCache:
         self._written: tuple[Any, Any] | None = None
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Append keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA)."""
+        """Append; shapes as in `Writes.put`."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that skips it")
         self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Update as mlx-lm's caches do, but return handles."""
+        """As in mlx-lm's caches, but returns handles."""
         if self.arena.values is None:
-            # MLA: latent and rope part, one head each, are stored as one key. The model multiplies its queries' rope
-            # part by the result before attention: the identity [1, 1, D_rope, D_rope] leaves it unchanged.
+            # MLA: latent and rope part are stored as one key. The model multiplies its queries' rope part by the
+            # result: the identity [1, 1, D_rope, D_rope] leaves it unchanged.
             kv = self.update(mx.concatenate([keys, values], axis=-1), None)
             self._written = Handle(kv, keys.dtype), mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
         else:
@@ -332,11 +325,10 @@ class StepCache:
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Return no mask: attention masks according to the step's reads."""
+        """None: attention masks by the step's reads."""
         check_window(self.arena, window_size)
 
 
 def check_window(arena: LayerArena, window_size: int | None) -> None:
-    """Raise BrokenInvariant if the model's window is not the layer's."""
     if window_size not in (None, arena.layer.window):
         raise BrokenInvariant(f"this cache's window is {arena.layer.window}, the model asks for {window_size}")

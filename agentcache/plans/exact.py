@@ -20,15 +20,14 @@ class ExactPlan(RequestPlan):
         return self._base.prefix.finder(self._root, self.token_ids, self.origin)
 
     def match_kv(self) -> Cached:
-        """Return the longest prefix with cached KV."""
         return self._finder.match(self._most_cached)
 
     def match(self) -> Cached:
-        """The last token always goes through all layers, so that only chunks use hidden states."""
         finder, states = self._finder, self._resources.hidden_states
         cached, cut = finder.match(self._most_cached), self._resources.adapters.cut(self.use)
         if not cut or not states.num_slots:
             return cached
+        # Only chunks use hidden states: the last token goes through all layers.
         limit, durable = len(self.token_ids) - 1, self.submitted.request.agent is not None
         return match_hidden_states(cached, finder, limit, states, cut, durable=durable)
 
@@ -59,7 +58,7 @@ class ExactPlan(RequestPlan):
     def _note(self, cached: Cached) -> None:
         found = cached.num_tokens
         own = min(self.own_tokens, found)
-        # Not lost: tokens that only lack a checkpoint to start from.
+        # Tokens that only lack a checkpoint are not lost.
         self.lost_tokens = max(0, self.expected_tokens - max(found, cached.known_tokens))
         self.cached = CachedTokens(own=own, shared=found - own)
         self.computed_prompt_tokens = self.num_prompt_tokens - found
@@ -67,7 +66,6 @@ class ExactPlan(RequestPlan):
 
     @property
     def _base_end(self) -> int:
-        """Prompt tokens that are base's."""
         return self.num_prompt_tokens if self.origin is None else self.origin.start
 
     def _note_caught_up(self, begin: int, end: int) -> None:
@@ -83,7 +81,7 @@ class ExactPlan(RequestPlan):
 
 
 def exact_passes(use: AdapterUse | None, sequence: BlockTables, ahead: CachedHiddenStates | None = None) -> list[Pass]:
-    """Return the passes of an exact request. `ahead`: cached hidden states, from which the first pass starts."""
+    """Return the passes of an exact request. `ahead`: hidden states that the first pass starts from."""
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:

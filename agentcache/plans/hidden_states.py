@@ -1,4 +1,4 @@
-"""Use of the hidden-state cache by one plan. The states themselves are in `models/hidden_states.py`."""
+"""Use of the hidden-state cache by one plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HiddenStateUse:
-    """Blocks that one open plan reads, until read, and blocks that it fills. Loaded adapters decide the layers."""
+    """Blocks that one open plan reads, until read, and fills, at layers that loaded adapters need."""
 
     def __init__(self, cache: HiddenStateCache, adapters: AdapterWeightSet) -> None:
         self._cache = cache
@@ -35,11 +35,11 @@ class HiddenStateUse:
         return [*read, *(slot for writer in self._writers.values() for slot in writer.slots)]
 
     def read(self, found: CachedHiddenStates) -> None:
-        """Pin cached hidden states, which the first pass reads."""
+        """Pin hidden states that the first pass reads."""
         self._reader = HiddenStateReader(found.first, self._cache.lock(found.names))
 
     def plan(self, plan: RequestPlan, start: int, num_tokens: int) -> HiddenStatePlan:
-        """Return reads and writes of a step of `plan` after `start` tokens. Only chunks of plain rows have any."""
+        """Return reads and writes of a step after `start` tokens. Only chunks of plain rows have any."""
         cut = plan.passes[0].cut
         reads: Sequence[Piece] = ()
         if cut:
@@ -56,7 +56,6 @@ class HiddenStateUse:
         return HiddenStatePlan(cut, reads, writes)
 
     def _base_end(self, plan: RequestPlan, layer: int) -> int:
-        """Tokens whose input to `layer` is base's."""
         if plan.origin is None or layer <= self._adapters.cut(plan.use):
             return len(plan.token_ids)
         return plan.origin.start
@@ -70,6 +69,5 @@ class HiddenStateUse:
             self._reader = None
 
     def release(self) -> None:
-        """Unpin all blocks."""
         self._cache.release(self.slots)
         self._reader, self._writers = None, {}

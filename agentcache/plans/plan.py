@@ -1,7 +1,4 @@
-"""A request's plan: the caches, blocks and passes that compute it.
-
-The engine calls all plans alike. Only a plan's own module knows its way to compute.
-"""
+"""A request's plan: the caches, blocks and passes that compute it."""
 
 from __future__ import annotations
 
@@ -37,16 +34,12 @@ Save = Callable[[str, BlockTables, Sequence[PathBlock]], None]
 
 @dataclass(frozen=True)
 class Pass:
-    """A range of tokens, computed by the same layers of one model.
-
-    It starts where its block tables end, so it needs no counter. Passes with different block tables may compute the
-    same tokens.
+    """A range of tokens computed by the same layers of one model, from the end of `writes` on.
 
     Args:
-        computes: adapter use, active from its start; None for base.
+        computes: adapter, active from its start; None for base.
         end: token count at which the pass is done; None for the last pass.
-        writes: block tables that it fills.
-        cut: first layer to compute; KV and hidden states below it are cached.
+        cut: first layer to compute; below it, KV and hidden states are cached.
     """
 
     computes: AdapterUse | None
@@ -66,11 +59,7 @@ class Pass:
 
 @dataclass(eq=False)
 class PlanResources:
-    """What all plans share.
-
-    Attributes:
-        largest_chunk: most tokens of a prompt in one step.
-    """
+    """What all plans share. `largest_chunk`: most tokens of a prompt in one step."""
 
     caches: KeptCaches
     adapters: AdapterWeightSet
@@ -82,21 +71,20 @@ class PlanResources:
 class RequestPlan(ABC):
     """The way one request is computed. Engine thread only.
 
-    It is opened when the request is admitted, and again after a preemption. While it is open, its position only grows.
-    Only the plan's own module writes its fields.
+    Opened at admission, and again after a preemption. While open, its position only grows.
 
     Attributes:
+        token_ids: prompt and generated tokens, which grow.
         use, origin: adapter, and origin of the computed KV; None for base.
-        stepped_down: reason why the requested policy is not used.
+        stepped_down: why the requested policy is not used.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         own_tokens: prompt tokens that the matched lineage contains.
         expected_tokens: those of them with KV after the last turn.
-        lost_tokens: those of them neither in RAM nor on disk.
-        cached: prompt tokens that were not computed.
-        snapshots: where checkpoints of recurrent state are kept; None without such state.
+        lost_tokens: those of these neither in RAM nor on disk.
+        snapshots: None without recurrent state.
         tables: block tables in all caches, base's first; empty while not open.
         sequence: block tables in base's cache; valid while open.
-        passes: remaining passes, the current one first; empty while not open.
+        passes: remaining ones, the current first; empty while not open.
     """
 
     sequence: BlockTables
@@ -111,7 +99,6 @@ class RequestPlan(ABC):
         stepped_down: StepDown | None = None,
         divergence: float | None = None,
     ) -> None:
-        """`token_ids`: the request's prompt and generated tokens, which grow."""
         self._resources = resources
         self._base = resources.caches.base
         self._root = resources.caches.root(self._base, submitted.request.salt)
@@ -135,7 +122,7 @@ class RequestPlan(ABC):
         if self.submitted.request.agent is not None and found is not None and found.transcript:
             common = len_common_prefix(found.transcript.ids, self.submitted.match.transcript.ids)
             self.own_tokens = agreed_tokens(found.producer, self.origin, common)
-            # The last generated token was never computed; the last prompt token always is.
+            # The last generated token was not computed; the last prompt token always is.
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             self.expected_tokens = min(self.own_tokens, computed, self.num_prompt_tokens - 1)
 
@@ -145,26 +132,19 @@ class RequestPlan(ABC):
 
     @property
     def _most_cached(self) -> int:
-        """Leave tokens to compute for logits: the last one, or all for prompt logprobs."""
+        # Logits need the last token; prompt logprobs need all.
         if self.submitted.request.sampling.prompt_logprobs and not self.num_generated:
             return 0
         return len(self.token_ids) - 1
-
-    # -- admission ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def match(self) -> Cached:
         """Return the longest prefix that the plan can continue. Changes nothing."""
 
     def open(self, cached: Cached, *, busy: bool) -> None:
-        """Take the blocks of all caches, or none, and copy those that are due. `loads` of the tables stay due.
+        """Take the blocks of all caches, or none, and copy those that are due; the tables' `loads` stay due.
 
-        Args:
-            cached: answer of `match`.
-            busy: whether other plans are open, which must keep what they need.
-
-        Raises:
-            OutOfBlocks: there is no room beside them.
+        `busy`: other plans are open and keep what they need. Raises OutOfBlocks.
         """
         try:
             self._open(cached, busy=busy)
@@ -178,7 +158,7 @@ class RequestPlan(ABC):
     def _take(self, cache: KeptCache, root: str, cached: Cached) -> BlockTables:
         tables = cache.prefix.open(root, cached)
         self.tables = [*self.tables, (cache, tables)]
-        cache.arenas.copy_blocks(tables.copies)  # the next `open` can move its slots
+        cache.arenas.copy_blocks(tables.copies)  # before the next `open` moves slots
         return tables
 
     def _begin(self, sequence: BlockTables, passes: list[Pass]) -> None:
@@ -188,17 +168,14 @@ class RequestPlan(ABC):
         self.drop_passes()
 
     def fallback(self, why: StepDown) -> RequestPlan | None:
-        """Return the plan to use instead, before any output; None if there is no other way."""
+        """Return the plan to use instead, before any output, or None."""
         return None
 
     def verdict(self) -> StepDown | None:
-        """Judge the computed prompt. Returns why its result must not be used; None if it may."""
+        """Return why the computed prompt must not be used, or None."""
         return None
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
     def drop_passes(self) -> None:
-        """Drop the passes that are done."""
         while len(self.passes) > 1 and self.passes[0].is_done:
             del self.passes[0]
 
@@ -209,12 +186,12 @@ class RequestPlan(ABC):
 
     @property
     def written_until(self) -> int | None:
-        """Number of tokens up to which `written` stays the same; None for all that the pass computes."""
+        """Tokens up to which `written` stays the same; None for the whole pass."""
         return None
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the current pass computes logits of the prompt that count."""
+        """Whether the current pass computes the prompt's logits."""
         return True
 
     @abstractmethod
@@ -227,11 +204,11 @@ class RequestPlan(ABC):
         return None
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens before a step of its plain rows, and of rows that add an adapter's part to base's KV."""
+        """Tokens before a step of plain rows, and of rows that add an adapter's part to base's KV."""
         return (start,), ()
 
     def advance(self, token_ids: Sequence[int], save: Save) -> bool:
-        """Publish computed tokens. `save` gets the blocks that they fill; returns whether there are any."""
+        """Publish computed tokens. `save` gets the blocks that they fill; return whether there are any."""
         has_filled = False
         for cache, tables in self.written:
             if published := cache.prefix.advance(tables, token_ids):
@@ -246,7 +223,7 @@ class RequestPlan(ABC):
         """Give up blocks that no later token reads."""
 
     def catch_up(self, begin: int, end: int) -> None:
-        """Take published blocks of tokens `begin … end - 1`, in all caches that the current pass writes."""
+        """Take published blocks of tokens `begin … end - 1`, in all caches that the pass writes."""
         if not self.num_generated:
             self._note_caught_up(begin, end)
         for cache, tables in self.written:
@@ -259,17 +236,13 @@ class RequestPlan(ABC):
         """Count prompt tokens that another request has computed."""
 
     def share_tail(self, num_tokens: int) -> None:
-        """Publish the partly filled block after `num_tokens` tokens."""
         for cache, tables in self.tables:
             cache.prefix.share_tail(tables, num_tokens)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def close(self, num_tokens: int, early: Mapping[str, Sequence[PathBlock]]) -> list[CacheTurn]:
-        """Keep the blocks of the first tokens, and close. Returns what to save, cache by cache, base's first.
+        """Keep the blocks of the first tokens, and close. Return what to save, base's cache first.
 
-        Args:
-            early: blocks saved before the turn's end, by cache.
+        `early`: blocks saved before, by cache.
         """
         turns = []
         for cache, tables in self.tables:
@@ -279,7 +252,7 @@ class RequestPlan(ABC):
         return turns
 
     def abandon(self) -> None:
-        """Give up all blocks that are held. Steps under way become void."""
+        """Give up all blocks. Steps under way become void."""
         for cache, tables in reversed(self.tables):
             cache.prefix.abandon(tables)
         if self.passes:

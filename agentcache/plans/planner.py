@@ -27,7 +27,7 @@ _RESIDUAL_SHARE = 4  # divisor of the RAM budget
 
 
 class Planner:
-    """Chooses the plan of each request, and keeps what plans use: adapters, their caches, hidden states."""
+    """Chooses the plan of each request, and owns what plans use."""
 
     def __init__(self, resources: PlanResources, residuals: ResidualCaches, loaded: LoadedModel) -> None:
         self.adapters = resources.adapters
@@ -38,7 +38,6 @@ class Planner:
         self._loaded = loaded
 
     def plan(self, submitted: SubmittedRequest, token_ids: Sequence[int]) -> RequestPlan:
-        """Return the plan of a request. A new way to compute is chosen here."""
         use = submitted.adapter
         if use is None or not use.is_residual:
             return ExactPlan(self._resources, submitted, token_ids, use)
@@ -46,7 +45,7 @@ class Planner:
         return plan.fallback(StepDown.DIVERGENCE) if plan.is_known_too_far() else plan
 
     def resolve(self, plan: RequestPlan) -> RequestPlan:
-        """Resolve policy `auto`: `exact` if its blocks fit without eviction, else `residual`. Fixed for the turn.
+        """Resolve policy `auto`: `exact` if its blocks fit without eviction, else `residual`.
 
         A longer prefix in the residual cache also means `residual`. A prompt known to diverge stays `exact`.
         """
@@ -64,19 +63,18 @@ class Planner:
 
     @property
     def check_lossy(self) -> Callable[[Adapter], object] | None:
-        """Raises UnsupportedPolicy for an adapter that lossy policies cannot use; None without such policies."""
+        """Raises UnsupportedPolicy for an adapter without residuals; None without lossy policies."""
         support = self.residuals.support
         return None if support is None else support.shape_of
 
     def load(self, content: Content) -> bool:
-        """Load an adapter, or a decoder's next piece; returns whether it is complete."""
+        """As `AdapterWeightSet.load`; also opens the adapter's residual cache."""
         is_complete = self.adapters.load(content)
         if isinstance(content, AdapterContent):
             self.residuals.open_for(content.adapter)
         return is_complete
 
     def drop(self, digest: str) -> None:
-        """Drop weights that no request uses, and their caches."""
         self.adapters.drop(digest)
         self.residuals.close_for(digest)
 
@@ -85,7 +83,7 @@ class Planner:
         self.hidden_states.clear()
 
     def give_back(self) -> int:
-        """Return memory of unread hidden states to the system, and its bytes."""
+        """Return memory of unread hidden states to the system; return its bytes."""
         return self._loaded.hidden_states.blocks.keep_first(self.hidden_states.give_back())
 
     def check_integrity(self) -> None:
@@ -103,7 +101,7 @@ class Planner:
 
 
 def reserved_bytes(config: Config, ram_budget: int) -> dict[str, int]:
-    """Return the parts of the RAM budget that are reserved for some plans, by account."""
+    """Parts of the RAM budget reserved for some plans, by account."""
     if not config.max_divergence:
         return {}
     budget = ram_budget // _RESIDUAL_SHARE if config.residual_budget is None else config.residual_budget
@@ -120,13 +118,12 @@ def open_planner(
     persistence: Persistence,
     largest_chunk: int,
 ) -> Planner:
-    """Make the planner of a loaded model."""
     adapters = AdapterWeightSet(loaded, runner, ledger)
     budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
     block_bytes = loaded.hidden_states.block_bytes() if budget else 0
     num_slots = budget // block_bytes if block_bytes else 0
     hidden_states = HiddenStateCache(num_slots, block_bytes, ledger)
-    # Slow, and needed only for lossy policies.
+    # Slow.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     residuals = ResidualCaches(caches, persistence, runner, ledger, support, config.max_divergence)
     return Planner(PlanResources(caches, adapters, hidden_states, largest_chunk), residuals, loaded)

@@ -3,8 +3,8 @@
 Base computes KV (ForkKV, arXiv 2604.06370). The adapter computes the same tokens again, reads base's KV and writes the
 difference, the residual KV. A generated token takes both rows in one step.
 
-Adapters with equal As (LRAgent, arXiv 2602.01053) form a family: base's rows compute its residuals, an adapter only the
-last prompt token.
+Adapters with equal As (LRAgent, arXiv 2602.01053) form a family: base's rows compute its residuals, the adapter only
+the last prompt token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class ResidualKV:
     """Residual KV on top of base's KV.
 
     Args:
-        residuals, base: block tables in the two caches.
         paired_from: first token whose base KV is written in the same step as its residuals.
         is_family: whether base's rows write the residuals, for the adapter's family.
     """
@@ -60,11 +59,7 @@ class ResidualKV:
 
 
 class ResidualPlan(RequestPlan):
-    """Base's KV, and an adapter's residual KV in a cache of its own.
-
-    Attributes:
-        residual_kv: valid while open.
-    """
+    """Base's KV and residual KV. `residual_kv` is valid while open."""
 
     use: AdapterUse
     residual_kv: ResidualKV
@@ -79,8 +74,6 @@ class ResidualPlan(RequestPlan):
     ) -> None:
         super().__init__(resources, submitted, token_ids, use, StepDown.FAMILY if use.stepped_from else None)
         self._residuals = residuals
-
-    # -- admission ----------------------------------------------------------------------------------------------------
 
     @property
     def _cache(self) -> KeptCache:
@@ -99,7 +92,7 @@ class ResidualPlan(RequestPlan):
         cache, room, num_tokens = self._cache, Room(self._resources), len(self.token_ids) + 1
         if busy:
             room.check_residuals(cache, cached, num_tokens)
-        # Protect them from the evictions below.
+        # Against the evictions below.
         self._base.prefix.touch(cached)
         cache.prefix.touch(cached.own)
         has_slots = room.make(cache, cached.own, num_tokens)
@@ -118,7 +111,7 @@ class ResidualPlan(RequestPlan):
     def _note(self, cached: Cached) -> None:
         prefix, num_prompt_tokens = cached.own, self.num_prompt_tokens
         own = min(self.own_tokens, prefix.num_tokens)
-        # Not lost: residuals of an adapter that is new to the conversation or was not used last.
+        # Residuals of an adapter that is new to the conversation, or was not used last, are not lost.
         residual = min(self.expected_tokens, self._saved_residual_tokens)
         self.lost_tokens = max(0, self.expected_tokens - cached.num_tokens, residual - prefix.known_tokens)
         self.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=prefix.known_tokens)
@@ -136,7 +129,6 @@ class ResidualPlan(RequestPlan):
         return 0 if residual is None else residual.num_saved
 
     def is_known_too_far(self) -> bool:
-        """Whether the prompt's divergence was above the limit before."""
         self.divergence = self._residuals.known_divergence(self)
         return self.divergence is not None
 
@@ -145,13 +137,10 @@ class ResidualPlan(RequestPlan):
         return ExactPlan(self._resources, self.submitted, self.token_ids, use, why, self.divergence)
 
     def verdict(self) -> StepDown | None:
-        """Measure how far the prompt's base KV is from the adapter's own."""
         tables = self.residual_kv.residuals.tables
         measured = Divergence.of(*self.residual_kv.arenas.measured_of(tables, self.num_prompt_tokens))
         self.divergence = None if measured is None else measured.value
         return StepDown.DIVERGENCE if self._residuals.is_too_far(self) else None
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     @property
     def writes_residuals(self) -> bool:
@@ -205,7 +194,7 @@ class ResidualPlan(RequestPlan):
         return self.writes_residuals and self.passes[0].computes is not None
 
     def has_base_row(self, start: int) -> bool:
-        """Whether base computes the same tokens in a row beside the adapter's, in a step after `start` tokens."""
+        """Whether base computes the same tokens beside the adapter, in a step after `start` tokens."""
         return self.reads_residuals and self.residual_kv.is_paired(start)
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -218,9 +207,9 @@ class ResidualPlan(RequestPlan):
         return with_residual_rows if self.writes_residuals else None
 
     def residual_row(self, place: int, start: int, base_row: int | None, adapters: AdapterWeightSet) -> ResidualRow:
-        """Return the adapter's row, or base's for its family. `base_row`: place of the base row beside it."""
+        """The adapter's row, or base's for its family. `base_row`: place of the base row beside it."""
         adapter = adapters.row(self.use)
-        assert adapter is not None  # residuals imply a LoRA active from the first token
+        assert adapter is not None
         is_read = self.reads_residuals
         return ResidualRow(
             place,
@@ -237,7 +226,7 @@ class ResidualPlan(RequestPlan):
 def with_residual_rows(
     step: StepInputs, plans: Sequence[RequestPlan], runner: ModelRunner, adapters: AdapterWeightSet
 ) -> StepInputs:
-    """Add residual rows, and at the end base rows for requests that compute both.
+    """Add residual rows, and at the end base rows of requests that compute both.
 
     An adapter's row writes no KV: base's is cached, or its base row writes it.
     """
@@ -267,18 +256,13 @@ def with_residual_rows(
 def residual_passes(
     use: AdapterUse | None, residual_kv: ResidualKV, last: int = 0, at_once: int = BLOCK_SIZE
 ) -> list[Pass]:
-    """Return the passes of a residual request.
-
-    Args:
-        last: first token that the adapter must compute.
-        at_once: largest chunk in tokens.
-    """
+    """Return the passes. `last`: first token that the adapter must compute. `at_once`: largest chunk in tokens."""
     made = _family_passes(use, residual_kv, last) if residual_kv.is_family else _passes(use, residual_kv, at_once)
     return list(made)
 
 
 def _passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> Iterator[Pass]:
-    """With sliding windows, base and adapter alternate, so that the adapter reads base's window blocks in time."""
+    # Alternate, as base keeps its window blocks until the adapter has read them.
     if any(group.window is not None for group in residual_kv.cache.spec.groups):
         start = min(residual_kv.base.num_tokens, residual_kv.residuals.num_tokens)
         ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE
@@ -290,7 +274,7 @@ def _passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> It
 
 
 def _family_passes(use: AdapterUse | None, residual_kv: ResidualKV, last: int) -> Iterator[Pass]:
-    """Base over missing family residuals, tokens with base KV first; then the adapter."""
+    """Base over missing residuals, tokens with base KV first; then the adapter."""
     yield Pass(None, min(residual_kv.base.num_tokens, last), residual_kv.residuals)
     yield Pass(None, last, residual_kv.residuals)
     yield Pass(use, None, residual_kv.residuals)

@@ -23,11 +23,9 @@ _MOST_REMEMBERED = 256
 
 
 class ResidualCaches:
-    """The residual caches, open while their adapters' weights are on the device, and prompts that must not use them.
+    """Residual caches, open while their adapters' weights are on the device, and prompts that must not use them.
 
-    Args:
-        support: adapters that can have residuals; None without lossy policies.
-        max_divergence: limit above which a request is computed exactly.
+    `support`: adapters that can have residuals; None without lossy policies.
     """
 
     def __init__(
@@ -47,11 +45,11 @@ class ResidualCaches:
         self._max_divergence = max_divergence
         # Loaded adapters by family and digest.
         self._members: dict[str, dict[str, Adapter]] = {}
-        # Divergences above the limit, by adapter, cache, salt and first tokens; most recently used last.
+        # By adapter, cache, salt and first tokens; most recently used last.
         self._too_far: OrderedDict[tuple[str, str, str, bytes], float] = OrderedDict()
 
     def open_for(self, adapter: Adapter) -> None:
-        """Open the residual cache of a loaded adapter. A family's second member also opens the family's."""
+        """Open a loaded adapter's cache. A family's second member also opens the family's."""
         if self.support is None:
             return
         try:
@@ -64,7 +62,7 @@ class ResidualCaches:
             self._open_family(adapter)
 
     def cache_of(self, use: AdapterUse) -> KeptCache:
-        """Return the adapter's or the family's cache. The weights must be on the device."""
+        """The adapter's or the family's cache. The weights must be on the device."""
         if use.is_family:  # other members may not fit on the device
             self._open_family(self._members[use.family][use.digest])
         return self._caches.get(use.residual_cache)
@@ -84,7 +82,7 @@ class ResidualCaches:
         self._persistence.open_cache(KeptCache(name, spec, prefix, arenas))
 
     def close_for(self, digest: str) -> None:
-        """Close the residual cache of an unloaded adapter. A family's last member also closes the family's."""
+        """Close an unloaded adapter's cache. A family's last member also closes the family's."""
         self._close(residual_cache(digest))
         family = next((family for family, members in self._members.items() if digest in members), None)
         if family is not None:
@@ -107,7 +105,7 @@ class ResidualCaches:
         return self._runner.saturated_residuals
 
     def known_divergence(self, plan: ResidualPlan) -> float | None:
-        """Return a divergence above the limit that was measured for the prompt's first tokens."""
+        """Return the divergence above the limit measured for the prompt's first tokens, or None."""
         cached_as, packed = _cached_as(plan), pack_token_ids(plan.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
             if key[:3] == cached_as and packed.startswith(key[3]):
@@ -116,7 +114,7 @@ class ResidualCaches:
         return None
 
     def is_too_far(self, plan: ResidualPlan) -> bool:
-        """Whether a measured divergence is above the limit; such prompts are remembered."""
+        """Whether the divergence is above the limit; remember such prompts."""
         if plan.divergence is None or plan.divergence <= self._max_divergence:
             return False
         first = plan.token_ids[: min(BLOCK_SIZE, plan.num_prompt_tokens)]

@@ -33,11 +33,9 @@ def has_room(
     evicts: bool = True,
     beside: int = 0,
 ) -> bool:
-    """Return whether `running` and a request with cached `prefix` fit, if pools grow within the budget.
+    """Whether `running` and a request with cached `prefix` fit, if pools grow and `beside` bytes go elsewhere.
 
-    Args:
-        evicts: whether slots can be evicted.
-        beside: bytes reserved for other uses.
+    `evicts`: slots can be evicted.
     """
     fits = _fits if evicts else _fits_beside_the_cached
     indices = range(len(allocator.slots.groups))
@@ -65,7 +63,7 @@ def _fits_beside_the_cached(
     beside: int,
 ) -> bool:
     group = allocator.slots.groups[index]
-    # Partly filled blocks are copied, as other requests may extend them.
+    # Partly filled blocks are copied.
     there = sum(node.is_full and index in node.block_ids for node in prefix.path(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - there)
     room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
@@ -79,9 +77,8 @@ def slots_needed(
     prefix: Cached | None = None,
     num_tokens: int = 0,
 ) -> int:
-    """Return the slots of a group that `running` and one more request need."""
+    """Slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
-    # Blocks that running requests read cost nothing more.
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.path(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
     return len(read) + _promised(group, index, running) + needed
@@ -97,10 +94,7 @@ def _most_blocks(group: Group, num_tokens: int) -> int:
 
 
 class Room:
-    """Room for one more request in the pools of all caches, beside the open plans. Engine thread only.
-
-    Pools can grow within the budget. Residual caches share one part of it.
-    """
+    """Room for one more request in the pools of all caches, beside the open plans."""
 
     def __init__(self, resources: PlanResources) -> None:
         self._caches = resources.caches
@@ -119,14 +113,14 @@ class Room:
 
     def fits_beside_cached(self, prefix: Cached, num_tokens: int) -> bool:
         """Whether it fits without an eviction."""
-        # Residuals cannot evict blocks that are read, so their free share stays free.
+        # Residuals cannot evict blocks that are read: their share stays free.
         kept = self._base.ledger.share_left(RESIDUAL)
         return has_room(
             self._base.allocator, self._growth(self._caches.base), prefix, num_tokens, evicts=False, beside=kept
         )
 
     def check_residuals(self, cache: KeptCache, cached: Cached, num_tokens: int) -> None:
-        """Raise OutOfBlocks unless a request with residuals in `cache` fits, base's blocks included."""
+        """Raise OutOfBlocks unless a request with residuals in `cache` fits, with base's blocks."""
         lacking, spare = self._lacking(cache, cached.own, num_tokens)
         left = self._base.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
@@ -154,10 +148,7 @@ class Room:
     def _lacking(
         self, joins: KeptCache | None = None, prefix: Cached | None = None, num_tokens: int = 0
     ) -> tuple[int, int]:
-        """Return bytes of residual slots that admitted requests lack, and spare bytes.
-
-        `joins`: cache of a further request, which has `prefix` cached.
-        """
+        """Bytes of residual slots that admitted requests, and one that joins, lack; and spare bytes."""
         lacking = spare = 0
         for cache in self._caches.further:
             allocator, running = cache.prefix.allocator, self._growth(cache)

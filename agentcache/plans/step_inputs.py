@@ -1,4 +1,4 @@
-"""A step of several plans' rows: its inputs, and its memory."""
+"""Inputs and memory of a step of several plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.plans.plan import RequestPlan
 
 
 class StepMaker:
-    """Makes the inputs of steps. The first rows are the plans', in their order."""
+    """Makes the inputs of steps. The first rows are the plans', in order."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
         self._runner = runner
@@ -29,11 +29,9 @@ class StepMaker:
         all_logits: bool,
         states: Sequence[RowState | None],
     ) -> StepInputs:
-        """Return the inputs of a step of all plans' current passes.
+        """Return the inputs of a step of the plans' current passes, after `starts` tokens each.
 
-        Args:
-            token_ids: int32 [B, n]; may be lazy.
-            starts: tokens of each plan before the step.
+        `token_ids`: int32 [B, n]; may be lazy.
         """
         num_tokens, works = token_ids.shape[1], [plan.passes[0] for plan in plans]
         model, cut = self._adapters.decoder(works[0].model), works[0].cut
@@ -67,7 +65,7 @@ class StepMaker:
 def step_bytes(
     footprint: Footprint, plans: Sequence[RequestPlan], starts: Sequence[int], num_tokens: int, *, all_logits: bool
 ) -> int:
-    """Return the estimated memory of a step of `num_tokens` tokens a row, in bytes."""
+    """Estimate the bytes of a step of `num_tokens` tokens a row."""
     if all(plan.extend_step is None for plan in plans):
         return footprint.step_bytes(starts, num_tokens, all_logits=all_logits)
     rows = [plan.contexts(start) for plan, start in zip(plans, starts, strict=True)]

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
-    """A tokenized request: the facts, which never change.
+    """A tokenized request. Never changes.
 
     Args:
         match: prompt tokens, and their relation to `found`.
-        submitted_at: time by `time.perf_counter`.
+        submitted_at: by `time.perf_counter`.
         found: matched lineage; None for a new one.
-        held: transcript content of `found`, kept in RAM until the request ends.
+        held: content of `found.transcript`, kept in RAM until the request ends.
         goes_on: whether the turn replaces `found`, which it extends or equals (`is_twin`).
-        system_tokens: tokens of the system prompt and tools, as far as known.
+        system_tokens: length of the system prompt and tools, as far as known.
         repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0. For models
             with recurrent layers.
     """
