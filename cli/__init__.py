@@ -1,1 +1,1 @@
-"""The commands; their functions import slow modules."""
+"""The commands; functions import slow modules."""

@@ -1,4 +1,4 @@
-"""Commands for saved agents: `agentcache agents`, `restore`, `export`, `import` and `purge`."""
+"""`agentcache agents`, `restore`, `export`, `import` and `purge`."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def purge_server(server: Connection) -> dict[str, Any]:
 
 
 def _empty_folder(cache_dir: Path) -> int:
-    """Return the bytes freed. A folder without a lock file stays."""
+    """A folder without a lock file stays. Returns the bytes freed."""
     from agentcache.store.cache_files import CacheFiles
     from agentcache.store.writing import FolderLock
 

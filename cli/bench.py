@@ -1,4 +1,4 @@
-"""`agentcache bench`: measures what the cache saves on this machine."""
+"""`agentcache bench`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def ttft(
 
 
 def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: PlanT) -> ResultT:
-    """Run a plan on server processes; signals end them too."""
     from agentcache.bench.reporter import say
     from agentcache.server_process import ending_on_signals
 
@@ -54,7 +53,7 @@ def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: P
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse `1K,2048` as token counts (K is 1024). Raises ConfigError."""
+    """Parse `1K,2048` as token counts. Raises ConfigError."""
     try:
         parts = [part.strip().upper() for part in text.split(",")]
         sizes = [int(part[:-1]) * 1024 if part.endswith("K") else int(part) for part in parts]

@@ -1,7 +1,4 @@
-"""Set values in other programs' JSON or TOML settings, and revert them.
-
-TOML comments and order stay. A note records new and replaced values.
-"""
+"""Sets values in other programs' JSON or TOML settings and reverts them; TOML comments and order stay."""
 
 from __future__ import annotations
 
@@ -30,12 +27,8 @@ class UnreadableSettings(AgentCacheError):
 
 @dataclass(frozen=True)
 class Value:
-    """One setting.
-
-    Args:
-        adds: whether `value` has items for the user's list.
-        is_default: whether the user's value has precedence.
-        ignores: keys in `value` that the program changes itself.
+    """One setting. `adds`: `value` has items for the user's list; `is_default`: the user's value has precedence;
+    `ignores`: keys that the program changes itself.
     """
 
     path: Path_
@@ -47,13 +40,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Change:
-    """A planned change of a settings file.
-
-    Args:
-        before: text; None without a file.
-        after: text; None to delete the file.
-        note: None after an undo.
-        kept: settings changed since the note.
+    """A planned change. `before` is None without a file, `after` to delete it, `note` after an undo; `kept` has
+    settings changed since the note.
     """
 
     file: Path
@@ -64,7 +52,7 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Plan to set `values` and to revert other values of `note`. Raises UnreadableSettings."""
+    """Plan to set `values` and revert others of `note`. Raises UnreadableSettings."""
     file = file.resolve()
     if note is not None and note["file"] != str(file):
         raise UnreadableSettings(f"{note['file']} was changed before: revert that first, with --undo")
@@ -91,7 +79,7 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
 
 
 def take_out(note: Mapping[str, Any]) -> Change:
-    """Plan to revert the values of a note. Raises UnreadableSettings."""
+    """Plan to revert a note. Raises UnreadableSettings."""
     file = Path(note["file"])
     before = _read(file)
     document = _parsed(file, before)
@@ -135,13 +123,9 @@ def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[
     return kept
 
 
-# --- lists ---
-
-
 def _add_items(
     file: Path, document: MutableMapping[str, Any], wanted: Value, earlier: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Add missing items; return the note's entries."""
     if earlier is not None:
         _take_items(file, document, wanted.path, earlier)
     current: Any = _get(document, wanted.path)
@@ -157,7 +141,7 @@ def _add_items(
 
 
 def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, entry: Mapping[str, Any]) -> bool:
-    """Remove added items; return whether the setting is still a list."""
+    """Return whether the setting is still a list."""
     current = _get(document, path)
     if not isinstance(current, list):
         return False
@@ -167,9 +151,6 @@ def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, ent
     else:
         _remove(document, path, entry["tables"])
     return True
-
-
-# --- documents ---
 
 
 def _read(file: Path) -> str | None:
@@ -246,9 +227,6 @@ def _equal(current: Any, value: Any, ignored: Sequence[str] = ()) -> bool:
     if ignored and isinstance(plain, Mapping):
         plain, value = ({key: each[key] for key in each if key not in ignored} for each in (plain, value))
     return bool(plain == value)
-
-
-# --- notes ---
 
 
 def _entry(value: Value, replaced: Any, num_tables: int) -> dict[str, Any]:

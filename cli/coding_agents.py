@@ -19,8 +19,8 @@ SESSION_VARIABLE = "AGENTCACHE_SESSION"
 SESSION_HEADER = "X-Session-ID"
 SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take up to 39,000
 _OUTPUT_TOKENS = 4096
-_LONGEST_NAME = 30  # of a folder, in a session
-# Long descriptions; Claude Code works without these tools.
+_LONGEST_NAME = 30
+# Claude Code works without these long descriptions.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 
@@ -41,7 +41,7 @@ class CodingAgent(StrEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """The running server; `url` has no `/v1`. Settings files never contain its key."""
+    """The running server, without `/v1` in `url`. Settings files never contain its key."""
 
     url: str
     model: str
@@ -67,11 +67,9 @@ class Program:
     """A coding agent.
 
     Args:
-        command: start command with `{model}` and `{file}`.
         file: path of its settings; None for variables only.
         key: variable for the server's key.
-        names_session: whether it names sessions itself.
-        is_per_folder: whether `file` is ours, one per folder. Only these may name a session.
+        is_per_folder: whether `file` is ours, one per folder: only then it may name a session.
     """
 
     command: tuple[str, ...]
@@ -100,7 +98,6 @@ def _own_file(agent: str, suffix: str) -> Callable[[], Path]:
 
 
 def _key(reference: str, served: Served) -> str:
-    """A reference to the variable, or a dummy."""
     return reference if served.has_key else "none"
 
 
@@ -139,7 +136,7 @@ def _opencode(served: Served) -> list[Value]:
 
 
 def _kilo(served: Served) -> list[Value]:
-    """Kilo asks for shell commands: without a rule, it permanently allows them all."""
+    """Kilo asks for shell commands; without a rule, it permanently allows them all."""
     return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
 
 
@@ -155,7 +152,7 @@ def _pi(served: Served) -> list[Value]:
 
 
 def _qwen(served: Served) -> list[Value]:
-    """Qwen inserts its session; older versions do not, and this header accepts any value."""
+    """Older versions of Qwen do not insert the session; this header accepts any value."""
     auth = {"selectedType": "openai", "baseUrl": served.base_url, "apiKey": _key(f"${KEY_VARIABLE}", served)}
     generation = {
         "contextWindowSize": served.context,
@@ -174,7 +171,7 @@ _CLINE_FILE = _own_file("cline", ".json")
 
 
 def _cline_environment(served: Served) -> dict[str, str]:
-    """Disables the hub, a process that uses the first folder's settings for all folders."""
+    """Disables the hub, which would use the first folder's settings for all folders."""
     return {"CLINE_PROVIDER_SETTINGS_PATH": str(_CLINE_FILE()), "CLINE_SESSION_BACKEND_MODE": "local"}
 
 
@@ -244,7 +241,6 @@ def _copilot(served: Served) -> dict[str, str]:
 
 
 def _vibe(served: Served) -> dict[str, str]:
-    """Vibe merges these variables with its settings."""
     key = {"api_key_env_var": KEY_VARIABLE} if served.has_key else {}
     provider = {"name": "agentcache", "api_base": served.base_url, "backend": "generic"} | key
     model = {"name": served.model, "provider": "agentcache", "alias": "agentcache"}

@@ -34,15 +34,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")
 
 
 class Connection(Protocol):
-    """Sends requests of the HTTP API."""
-
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """JSON answer. Raises ServerError."""
+        """Return the JSON answer. Raises ServerError."""
 
 
 class InProcess:
     def __init__(self, engine: Engine, config: Config) -> None:
-        from agentcache.server.app import create_app  # slow import
+        from agentcache.server.app import create_app  # slow
 
         self.cache_dir = config.cache_dir
         self._runner = asyncio.Runner()
@@ -88,14 +86,14 @@ def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
 
 
 def agent_path(agent: str, *verb: str) -> str:
-    """Route of an agent, whose id is checked: `..` would change the route."""
+    """The id is checked: `..` would change the route."""
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """Settings, and a URL: by default of a server on the configured port, unless a model or folder is given."""
+    """Settings and URL; the default is a server on the configured port, unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 
@@ -110,7 +108,7 @@ def connect(
     api_key_file: Path | None = None,
     without_server: str | None = None,
 ) -> Iterator[Connection]:
-    """Connect to the server of `find_server`; else open the cache, or raise ConfigError(without_server) if given."""
+    """Connect to `find_server`'s server; else open the cache, or raise ConfigError(without_server)."""
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:
         raise ConfigError(without_server)
@@ -123,7 +121,7 @@ def connect(
 
 
 def running_server(config: Config) -> str | None:
-    from agentcache.server.context import SERVER_NAME  # slow import
+    from agentcache.server.context import SERVER_NAME  # slow
 
     url = url_of(config.host, config.port)
     try:
@@ -150,7 +148,6 @@ def progress(what: str) -> Iterator[None]:
 
 
 def check_operands(command: str, action: str, operands: Sequence[str], given: Sequence[str]) -> None:
-    """Raise ConfigError unless as many operands are given."""
     if len(given) != len(operands):
         raise ConfigError(f"usage: agentcache {' '.join([command, action, *operands])}")
 

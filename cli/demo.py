@@ -1,4 +1,4 @@
-"""`agentcache demo`: one workflow, hot, cold, and from disk after SIGKILL, with identical answers."""
+"""`agentcache demo`: one workflow hot, cold, and from disk after SIGKILL."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def run_demo(
     max_tokens: int | None = None,
     command: tuple[str, ...] = SERVE,
 ) -> dict[str, WorkflowTranscript]:
-    """Return the transcripts of all `RUNS` by name."""
     out.mkdir(parents=True, exist_ok=True)
     runs = {}
     with tempfile.TemporaryDirectory(prefix="agentcache-demo-") as caches:
@@ -114,7 +113,7 @@ class _Progress:
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """Pass if words and scores are identical, agents were restored after every kill, and turns saved."""
+    """Pass if words and scores agree, agents were restored after every kill, and turns saved."""
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
     same_score = score(hot) == score(warm) == score(cold)
@@ -174,7 +173,6 @@ def _recall(summary: Mapping[str, Any]) -> str:
 
 
 def telling_lines(transcript: WorkflowTranscript) -> list[Text]:
-    """The last turns with expected words, marked; missing words follow."""
     checked = [record for record in transcript.turns if record.checks and record.phase > 1]
     return [_telling_line(record, transcript.names[record.speaker]) for record in checked[-TELLING_LINES:]]
 

@@ -1,4 +1,4 @@
-"""`agentcache doctor`: checks installation, back end, cache folder and model."""
+"""`agentcache doctor`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
-# A broken back end ends the process without an exception.
+# A broken back end ends its process.
 OPS_SCRIPT = """
 import mlx.core as mx
 x, w = mx.random.normal((4, 128), key=mx.random.key(0)), mx.random.normal((32, 128), key=mx.random.key(1))
@@ -79,7 +79,6 @@ def doctor(
 
 
 def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print each finding, or all as JSON; exit with 1 if one failed."""
     told = []
     for check in checks:
         told.append(check)
@@ -92,7 +91,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks but of files' content; `model` instead of a running server's."""
+    """All checks but of files' content; `model` replaces a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops
@@ -103,7 +102,7 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     yield from check_readable(config.cache_dir)
     yield check_quarantine(config.cache_dir)
     yield check_disk_budget(config)
-    if ops.ok:  # a broken back end ends the process
+    if ops.ok:  # else it would end this process
         yield from check_model(config, url if model is None else None)
 
 
@@ -130,7 +129,6 @@ def check_installation() -> Iterator[Check]:
 
 
 def check_ops() -> Check:
-    """Test the operations of attention."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", OPS_SCRIPT], capture_output=True, text=True, timeout=OPS_SECONDS, check=False
@@ -174,13 +172,12 @@ def _model_folder(config: Config, home: Path) -> Path | None:
     from agentcache.models.builtin.embedded import embedded_model_path
 
     folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
-    with suppress(OSError):  # the check of the model reports it
+    with suppress(OSError):  # the model's check reports it
         return folder if folder is not None and (folder / "config.json").is_file() else None
     return None
 
 
 def check_folder(cache_dir: Path) -> Check:
-    """Whether a server could use or create the folder."""
     try:
         if not cache_dir.exists():
             nearest = next(parent for parent in cache_dir.parents if parent.exists())
@@ -246,15 +243,12 @@ def check_readable(cache_dir: Path) -> Iterator[Check]:
 
 
 class Finding(NamedTuple):
-    """A finding, as text and as data."""
-
     name: str
     detail: str
     data: Any = None
 
 
 def examine_model(config: Config, url: str | None) -> list[Finding]:
-    """Examine the model served at `url`, or load the configured one."""
     if url is not None:
         with Client(url, config.api_key) as client:
             models, stats = client.request("GET", "/v1/models"), client.request("GET", "/v1/cache/stats")
@@ -314,7 +308,7 @@ def local_folder(model: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     except HFValidationError:
-        return folder  # the loader reports the invalid id
+        return folder  # the loader reports the id
 
 
 def _model(
@@ -376,7 +370,7 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
 
 
 def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
-    """RAM's capacity; `for_states` bytes are for recurrent state only."""
+    """`for_states` bytes are for recurrent state only."""
     from agentcache.api.model import GroupKind
     from agentcache.kv.group_info import bytes_for, tokens_within
 

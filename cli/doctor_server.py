@@ -1,4 +1,4 @@
-"""`agentcache doctor --url`: examines a running server over HTTP only."""
+"""`agentcache doctor --url`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agentcache import __version__
 from agentcache.client import TIMEOUT
 from agentcache.errors import ConfigError
 
-_SHORT = 8  # tokens of a tiny answer
-_CALL = 512  # tokens for a tool call
+_SHORT = 8  # tokens
+_CALL = 512  # tokens
 _ASK: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
 _TOOL: dict[str, Any] = {
     "name": "look",
@@ -39,7 +39,7 @@ class Check:
 
 
 class _NotWorking(Exception):
-    """A failed request; the message has the reason."""
+    """A failed request and its reason."""
 
 
 def root_of(url: str) -> str:
@@ -57,7 +57,7 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Examine the server at a `root_of` URL without an agent, so that nothing is kept."""
+    """Examine a `root_of` URL, without an agent: nothing is kept."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
         found = list(_reach(http, url))
@@ -186,7 +186,7 @@ def _chat(http: httpx.Client, model: str) -> str:
 
 
 def _stream(http: httpx.Client, model: str) -> str:
-    """Time a stream: a proxy that buffers it gives equal times."""
+    """Time a stream: equal times mean a proxy that buffers."""
     body = {"model": model, "messages": _ASK, "max_tokens": _SHORT, "stream": True}
     begun, first, count, ended = time.perf_counter(), None, 0, False
     try:
@@ -224,7 +224,6 @@ def _responses(http: httpx.Client, model: str) -> str:
 
 
 def _tools(http: httpx.Client, model: dict[str, Any]) -> str:
-    """Demand a call, if the model supports forms."""
     if refusal := model.get("structured_output_refusal"):
         return f"a call cannot be demanded: {refusal}"
     tools = [{"type": "function", "function": _TOOL}]

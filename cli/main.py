@@ -1,7 +1,4 @@
-"""`agentcache`: finds the command; prints errors as one sentence.
-
-Exit code: 1 for failure, 2 for wrong usage.
-"""
+"""`agentcache`: finds the command; exits with 1 for failure, 2 for wrong usage."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Module and its function or Typer group of each command.
+# Module and function, or Typer group, of each command.
 COMMANDS = {
     "serve": "serve.serve",
     "launch": "launch.launch",
@@ -30,7 +27,7 @@ COMMANDS = {
     "doctor": "doctor.doctor",
     "purge": "agents.purge",
 }
-# Open files; mlx-lm's import sets this hard limit, and only root may raise a lower one.
+# mlx-lm sets this hard limit of open files at import; only root may raise a lower one.
 _MLX_LM_FILES = 4096
 _LIMIT_REFUSED = "not allowed to raise maximum limit"  # from `resource.setrlimit`
 

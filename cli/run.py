@@ -1,4 +1,4 @@
-"""`agentcache run SCRIPT.toml`: runs a workflow of several agents and reports it."""
+"""`agentcache run`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ def take_steps(
     console: Console,
     pace: Schedule = ONE_BY_ONE,
 ) -> WorkflowTranscript:
-    """Save the transcript after each step."""
     transcript = workflow.transcript(done)
     write_transcript(transcript, folder)
     with console.status(f"{len(steps)} turns") as status:

@@ -1,4 +1,4 @@
-"""`agentcache serve`: the HTTP server."""
+"""`agentcache serve`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SWITCH_SECONDS = 0.001
 LOST_CODE = 3
 
 FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag is not None}
-# Other kinds are text, parsed by `load_config`.
+# Others are text for `load_config`.
 _VALUES: dict[Kind, type] = {Kind.PATH: Path, Kind.INTEGER: int, Kind.NUMBER: float}
 
 log = logging.getLogger("agentcache.cli")
@@ -134,7 +134,6 @@ def warn_if_open(config: Config) -> None:
 
 
 def tell_of_slow_blas() -> None:
-    """Warn on a Linux CPU without a fast BLAS."""
     import mlx.core as mx
 
     from agentcache.system.machine import describe_blas, fast_blas
@@ -144,12 +143,11 @@ def tell_of_slow_blas() -> None:
 
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
-    """Serve until a signal; raise the engine's start error."""
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
     from agentcache.server.connection import DrainingServer
 
-    # A step may wait this long for each of many GIL acquisitions.
+    # A step may wait this long at each of many GIL acquisitions.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()
@@ -178,7 +176,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """If another rank is lost, end this process: MLX's normal exit would wait for it."""
+    """If another rank is lost, end this process; MLX's normal exit would wait for it."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         log.error("%s", lost)
@@ -208,14 +206,14 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        loop="asyncio",  # ClientConnection cannot work on uvloop, uvicorn's default
+        loop="asyncio",  # ClientConnection cannot work on uvloop
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )
 
 
 def leave_in_order(server: uvicorn.Server | None) -> None:
-    """End with exit code 0 on SIGTERM and SIGINT: at once, or after uvicorn's drain, when it repeats the signal."""
+    """Exit with 0 on SIGTERM and SIGINT: at once, or after uvicorn's drain, when it repeats the signal."""
 
     def handler(number: int, frame: object) -> None:
         if server is None or not server.should_exit:
@@ -279,7 +277,7 @@ def write_log(format: str) -> None:
 
 
 def _cut(text: str, most: int) -> str:
-    """Keep both ends: a traceback's end has the error."""
+    """A traceback's end has the error."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [{len(text) - most} characters] {text[-most // 2 :]}"

@@ -32,7 +32,7 @@ class Role(StrEnum):
     RAW = "raw"
 
 
-# Fallbacks by the server's error code.
+# By the server's error code.
 INSTEAD = {
     (Role.SYSTEM, "refused_by_chat_template"): Role.USER,
     (Role.SYSTEM, "no_chat_template"): Role.RAW,

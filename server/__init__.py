@@ -1,1 +1,1 @@
-"""The HTTP server: translates each dialect to `Request` and back."""
+"""The HTTP server."""

@@ -1,4 +1,4 @@
-"""Access and admission: ASGI middleware that raises inside `ErrorResponses`; names of this machine."""
+"""ASGI middleware for access and admission; it raises inside `ErrorResponses`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from agentcache.settings.tables import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 
-# Of loopback in hosts files, and of this machine in containers; `.internal` is no public domain.
+# In hosts files, and in containers; `.internal` is no public domain.
 _USUAL_NAMES = (
     *("localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"),
     *("host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.orb.internal"),
     *("host.lima.internal", "host.minikube.internal"),
 )
-# Short, octal and hexadecimal addresses, such as 127.1; never looked up as names.
+# Short, octal and hexadecimal addresses, such as 127.1; never looked up.
 _NUMERIC = re.compile(r"(?:0x[0-9a-f]+|[0-9]+)(?:\.(?:0x[0-9a-f]+|[0-9]+)){0,3}", re.ASCII)
 _LONGEST_NUMERIC = 64
 
@@ -50,7 +50,7 @@ class AgentHeader:
 
 
 class OriginGuard:
-    """Refuses requests from web pages other than `allowed` origins (or `*`) and, if `local`, local ones."""
+    """Refuses web pages of other origins than `allowed` (or `*`) and, if `local`, local ones."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self.app = app
@@ -75,7 +75,7 @@ class OriginGuard:
 
 
 class HostGuard:
-    """Refuses foreign `Host` headers, against DNS rebinding. IP addresses, if allowed, are safe: it needs a name."""
+    """Refuses foreign `Host` headers, against DNS rebinding, which needs a name: IP addresses may be allowed."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
         self.app = app
@@ -92,7 +92,7 @@ class HostGuard:
 
 
 class RequestLimit:
-    """Refuses requests, except GET and HEAD, beyond `limit` that are computed.
+    """Refuses requests, except GET and HEAD, while `limit` are computed.
 
     An answer frees its place when it begins; a stream calls `free_place`.
     """
@@ -132,7 +132,7 @@ def is_event_stream(start: Message) -> bool:
 
 
 class ApiKey:
-    """Requires the key except for `OPEN_PATHS` and the page, which has no data."""
+    """Requires the key except for `OPEN_PATHS` and the page."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -178,14 +178,13 @@ def is_address(host: str) -> bool:
 
 
 def own_names(listens_on: str) -> frozenset[str]:
-    """Names of this machine, and the host that the server listens on."""
     name = _normal(socket.gethostname())
     short = name.partition(".")[0]
     return frozenset(filter(None, (name, short, short and f"{short}.local", _normal(listens_on), *_USUAL_NAMES)))
 
 
 def host_of(authority: str) -> str:
-    """Host in `host:port`, in lower case without a final dot; empty if invalid."""
+    """Host in `host:port`, normalised; empty if invalid."""
     try:
         return _normal(urlsplit(f"//{authority}").hostname or "")
     except ValueError:

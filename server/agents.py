@@ -65,7 +65,6 @@ T = TypeVar("T")
 
 
 def endpoints() -> dict[str, dict[str, Endpoint]]:
-    """The routes: by path and method, how an operation is read from the request, and its reply written."""
     return {
         "/v1/agents": {"GET": list_agents, "POST": create_agent},
         "/v1/agents/{id}": {"GET": _operation(_read_show, agent_object), "DELETE": _operation(_read_delete, _deleted)},
@@ -91,8 +90,6 @@ def _operation(
 
 
 def _of_agent(handle: Callable[[HttpRequest, str], Awaitable[Response]]) -> Endpoint:
-    """Check the path's id, set the header, and name the id in errors."""
-
     async def endpoint(request: HttpRequest) -> Response:
         agent_id = check_agent_id(request.path_params["id"], _PATH_ID)
         name_agent(request, agent_id)
@@ -184,8 +181,6 @@ async def _read_fork(request: HttpRequest, agent_id: str) -> ForkAgent:
 
 
 async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
-    """Cache a prompt without generating; for base, if it does not invoke the agent's adapter."""
-
     def read(call: Call) -> tuple[Call, Request]:
         return call, _read_warm(call, agent_id)
 
@@ -219,7 +214,6 @@ def _read_warm(call: Call, agent_id: str) -> Request:
 
 
 def _check_fields(body: Reader, *known: str, id_field: str) -> None:
-    """Refuse unknown fields; `id_field` says where the id belongs."""
     for name in _NAMES_OF_IDS:
         if name in body.value and name not in known:
             body.refuse(name, f"the id {id_field}")

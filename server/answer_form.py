@@ -1,4 +1,4 @@
-"""Reads the demanded form of an answer: text format and required tool calls."""
+"""Reads the demanded form of an answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentcache.server.validate import Reader
 from agentcache.text.json_values import json_string, parse_json, write_json
 
 _ANY_OBJECT = '{"type": "object"}'
-# vLLM's fields; each excludes tool calls.
+# vLLM; each excludes tool calls.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# And vLLM's newer field, SGLang's and Ollama's.
+# vLLM's newer field, SGLang's and Ollama's.
 FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # A wrapper around a JSON schema has none of these keys.
@@ -37,7 +37,7 @@ class ToolChoice:
 
 
 def read_tool_choice(body: Reader, find: Find = lambda word: None) -> ToolChoice:
-    """Read `tool_choice` of any dialect; `find` returns the tool of a name or type."""
+    """Read `tool_choice` of any dialect; `find` maps a name or type to a tool's name."""
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
@@ -85,7 +85,6 @@ def _named(given: Reader, kind: str | None) -> str:
 
 
 def _allowed(body: Reader, given: Reader, just_one: bool, find: Find) -> ToolChoice:
-    """Read OpenAI's `allowed_tools`: nested in chat, flat in responses."""
     holder = given.object("allowed_tools") if isinstance(given.get("allowed_tools"), dict) else given
     if holder.get("tools") is None:
         body.fail("tool_choice", "must list the tools that are allowed")
@@ -108,11 +107,8 @@ def read_form(
 ) -> AnswerForm | None:
     """Return the demanded form, if any.
 
-    Args:
-        text: from the dialect's own fields.
-        schema: path to a tool's argument schema.
-        left_out: names and types of server tools.
-        strict: tools that are strict but not shown so.
+    `text` is from the dialect's own fields, `schema` the path of a tool's argument schema, `left_out` names and types
+    of server tools; `strict` tools are not shown as such.
     """
     body = call.body
     whole = read_whole_form(body)
@@ -132,7 +128,6 @@ def read_form(
 
 
 def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[str]) -> bool:
-    """Whether only server tools can meet a required call."""
     if choice.names is None:
         return bool(left_out) and not tools
     return bool(choice.names) and all(name in left_out for name in choice.names)
@@ -183,7 +178,7 @@ def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """Read the format under `name`, whose schema is in the object `schema_in`, if any."""
+    """Read the format under `name`, its schema in the object `schema_in` if not None."""
     given = body.object(name)
     kind = given.string("type")
     if kind in ("json_object", "json", "json_schema"):
@@ -202,7 +197,6 @@ def read_response_format(body: Reader, name: str, schema_in: str | None = None) 
 
 
 def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
-    """Place of the schema, or of the error: chat's wrapper, beside the type, or the wrapper itself."""
     wrapper = given.get("json_schema")
     if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
         return given.object("json_schema"), "schema"
@@ -230,7 +224,7 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     choices = body.get(name)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
-    # One terminal: there may be thousands of choices.
+    # One terminal: there may be thousands.
     return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), body.param(name))
 
 
@@ -247,7 +241,6 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
 
 
 def _offered(body: Reader, tools: Tools, schema: str, strict: Collection[str]) -> tuple[CallableTool, ...]:
-    """Only strict tools enforce their schemas."""
     return tuple(
         tool
         if tool.name in strict or given["function"].get("strict") is True

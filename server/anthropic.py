@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's fields to requests, and answers in its shapes."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,6 @@ def _read_text(reader: Reader, name: str, call: Call) -> str:
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
-    """Each tool result becomes a message of role `tool`."""
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
@@ -223,7 +222,7 @@ class AnthropicReply:
     def accounting(self, completion: Completion) -> dict[str, Any]:
         report = completion.final_report
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
-        # Prompt tokens are cached ones, those cached now for an agent, and the rest.
+        # Cached, cached now for an agent, and the rest.
         computed = report.prompt_tokens - report.reused_tokens
         created = computed if report.agent is not None else 0
         usage = {
@@ -236,15 +235,13 @@ class AnthropicReply:
 
 
 class EventWriter:
-    """Writes a stream of content blocks."""
-
     def __init__(self, reply: AnthropicReply) -> None:
         self._reply = reply
         self._reader = ReplyReader(reply.reading)
         self._blocks = 0
         self._open: type[Event] | None = None  # type of its deltas
         self._thoughts: list[str] = []
-        self._says = False  # whether any block is not thinking
+        self._says = False
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
         prompt = first.prompt_token_ids if first else None
@@ -330,7 +327,7 @@ def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(thought: str) -> str:
-    """Signature of a thought, never checked: clients drop unsigned thinking."""
+    """Clients drop unsigned thinking; no signature is checked."""
     return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
 
 

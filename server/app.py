@@ -1,4 +1,4 @@
-"""The ASGI application: routes, lifespan, middleware, and the read-only page at `/`."""
+"""The ASGI application, and the page at `/`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def create_app(
     on_start: Started | None = None,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
 ) -> Starlette:
-    """Return the ASGI application. Its lifespan starts the engine in the background, then calls `on_start`."""
+    """Return the application; its lifespan starts the engine in the background, then calls `on_start`."""
     context = Context(engine, config, keep_alive_seconds)
     routes = _routes()
     app = Starlette(
@@ -107,8 +107,6 @@ def _routes() -> list[Route]:
 
 
 def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """One endpoint per path: a 405 then lists all methods."""
-
     async def endpoint(request: Request) -> Response:
         response = await handlers["GET" if request.method == "HEAD" else request.method](request)
         assert isinstance(response, Response)
@@ -178,7 +176,7 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Show name, version and model; a page for browsers. Some clients probe it."""
+    """Name, version and model, or a page for browsers. Some clients probe it."""
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,

@@ -1,4 +1,4 @@
-"""Limits request bodies in size, time and memory; parses large ones in child processes, outside the GIL."""
+"""Limits bodies in size, time and memory; parses large ones in child processes, outside the GIL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentcache.server.large_json_child import ParseOutcome
 from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit
 from agentcache.system.malloc import give_back_freed
 
-_READ = "body_read"  # key of a request's callback
+_READ = "body_read"
 
 FREE_BYTES = 64 << 10  # of a body, outside the shared budget
 
-_TRIM_BYTES = 1 << 20  # of a body, beyond which freed memory is returned
+_TRIM_BYTES = 1 << 20  # a larger body's freed memory is returned
 
 
 def note_read(request: Request) -> None:
@@ -38,9 +38,7 @@ def note_read(request: Request) -> None:
 class WholeBody:
     """Calls the application once the body is complete: slow uploads hold no place in the queue.
 
-    Args:
-        limit: bytes of one body.
-        room: bytes of all unparsed bodies, beyond `FREE_BYTES` each.
+    `limit` is in bytes of one body, `room` in bytes of all unparsed ones beyond `FREE_BYTES` each.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float, room: int) -> None:
@@ -147,7 +145,7 @@ class LargeBodies:
 
 
 class LargeJson:
-    """Parses bodies on any thread. The model must be loaded."""
+    """Parses bodies in a child process. The model must be loaded."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -161,14 +159,10 @@ class LargeJson:
             self._work.close()
 
     def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
-        """Return the JSON object in a body.
+        """Return the JSON object in the body `raw`, which is emptied. Any thread.
 
-        Args:
-            raw: one body; emptied.
-            param: the prompt's name in errors.
-            go_on: called periodically; its exception ends the process.
-
-        Raises InvalidRequest, also over a limit of time or memory, or ContextLengthExceeded.
+        `go_on` is called periodically; its exception ends the process. Raises InvalidRequest, also over a limit of time
+        or memory, or ContextLengthExceeded, which names `param`.
         """
         try:
             kind, content = self._work.ask(raw, go_on=go_on)

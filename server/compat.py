@@ -1,7 +1,4 @@
-"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio.
-
-`READ` has the versions whose source was read; pyproject.toml excludes later minor versions.
-"""
+"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio, as of the versions in `READ`."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class HeadParser(h11.Connection):
 
 
 class UvicornConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with another parser."""
+    """uvicorn's connection with another parser."""
 
     def __init__(self, *args: Any, parser: h11.Connection, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +59,7 @@ class UvicornConnection(H11Protocol):
         return self.flow.write_paused
 
     def disconnect_request(self) -> None:
-        """Send `http.disconnect` to the application of an unanswered request."""
+        """Send `http.disconnect` to an unanswered request."""
         if not self.is_answered:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -89,7 +86,7 @@ def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
 class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves; then awaits `close`.
 
-    No pings: some clients cannot parse comments. No cancel scope per event, which costs as much as the event.
+    No pings: some clients cannot parse comments. No cancel scope per event: it costs as much as the event.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:

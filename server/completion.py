@@ -31,17 +31,15 @@ KEEP_ALIVE_SECONDS = 10.0
 
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder per call
 _ANY_TEXT = "\x00"
-_BEHIND = 32  # queued updates; beyond, updates are merged
+_BEHIND = 32  # queued updates, then merged
 _TOGETHER = 256  # tokens in a merged update
 # Queued tokens and candidates that end the stream.
 _MOST_PENDING = 50_000
 
 
 class CompletionWriter(Protocol):
-    """Writes one stream in a dialect."""
-
     def begin(self, first: Update | None) -> Events:
-        """First events; `first` is the next update, or None if it is late."""
+        """`first` is None if the first update is late."""
 
     def write(self, update: Update) -> Events: ...
 
@@ -54,24 +52,18 @@ class CompletionWriter(Protocol):
 
 
 class Reply(Protocol):
-    """Writes a whole answer in a dialect."""
-
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
     def writer(self) -> CompletionWriter: ...
 
 
-# Called before the end of an answer is sent; the writer of a stream, or None.
+# Called before the end of an answer; the writer is None without a stream.
 Finish = Callable[[Engine, Sequence[Completion], CompletionWriter | None], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: a request for each prompt (one for streams) and its reply.
-
-    Args:
-        timeout: seconds; None for the server's limit.
-    """
+    """One call: a request for each prompt (one for streams). `timeout` is in seconds; None for the server's limit."""
 
     requests: Sequence[Request]
     reply: Reply
@@ -110,7 +102,7 @@ def _deadline(context: Context, timeout: float | None) -> float | None:
 
 
 async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
-    """Run requests, `max_concurrent_requests` at a time. The first failure cancels the rest."""
+    """At most `max_concurrent_requests` at a time; the first failure cancels the rest."""
     permits = asyncio.Semaphore(context.config.max_concurrent_requests)
 
     async def run(request: Request) -> list[Completion]:
@@ -138,7 +130,7 @@ async def _collect(context: Context, request: Request, deadline: float | None) -
 
 
 async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
-    """Wait for the first update, at most the keep-alive interval: a refusal gets its own status."""
+    """Begin after the first update or the keep-alive interval: a refusal gets its own status."""
     source = UpdateStream(
         lambda take: context.engine.generate(job.requests[0], context.metrics.measured(take)),
         context.keep_alive_seconds,
@@ -182,13 +174,13 @@ async def _events(
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Encode one event in ASCII: some clients also split lines at U+2028 and U+0085."""
+    """Encode one event in ASCII: some clients split lines at U+2028 and U+0085."""
     line = f"data: {encode(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
 class TextEvents:
-    """Events that differ in one text only; the rest is encoded once."""
+    """Events that differ in one text; the rest is encoded once."""
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
         self._before, _, self._after = event_of(_ANY_TEXT).rpartition(encode(_ANY_TEXT).encode())
@@ -202,7 +194,7 @@ def timed_out() -> RequestTimedOut:
 
 
 class Backlog:
-    """A queue of updates, merged when it is long."""
+    """A queue that merges updates when it is long."""
 
     def __init__(self) -> None:
         self._pending: deque[Update | Exception | None] = deque()
@@ -216,7 +208,6 @@ class Backlog:
         return self._size > _MOST_PENDING
 
     def put(self, update: Update | Exception | None) -> None:
-        """Add an update, an error, or None for a keep-alive."""
         if isinstance(update, Update):
             self._size += _size(update)
         if len(self._pending) >= _BEHIND:
@@ -265,7 +256,7 @@ def _merged(first: Update, second: Update) -> Update:
 
 
 class UpdateStream:
-    """Updates, errors and keep-alives of one completion. One timer for silence and deadline, none per update.
+    """Updates, errors and keep-alives of one completion; one timer for silence and deadline.
 
     Args:
         interval: seconds of silence before a keep-alive.
@@ -341,6 +332,5 @@ class UpdateStream:
         self._timer = self._set_timer()
 
     def _end_with(self, error: Exception) -> None:
-        """End the completion now: the client may read nothing."""
         self._running.cancel()
         self._put(error)

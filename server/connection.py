@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection with timeouts that rejects ambiguous body lengths, and a server that drains."""
+"""An HTTP/1.1 connection with timeouts, and a server that drains."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from agentcache.text.json_values import write_json
 
 # Longer than clients and proxies (60 s): a request during a close gets no answer.
 IDLE_SECONDS = 75
-# A refused client may still send: a reset could lose the answer.
+# A reset could lose a refusal while the client still sends.
 LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
 _LOOKS = 4  # checks of a write per timeout
 _MOST_CONNECTIONS = 4096
-# Less than asyncio's 256 KiB: copying many large bodies delays other requests.
+# asyncio's 256 KiB would delay other requests.
 _READ_BYTES = 16 << 10
 
 DRAIN_SECONDS = 5.0  # for running requests after a signal
@@ -34,7 +34,7 @@ FAILED_SECONDS = 5.0  # /health reports a failed engine; then the process ends
 
 
 def _check_length(head: bytes) -> None:
-    """A proxy may have used the other one of two lengths."""
+    """Refuse two lengths: a proxy may have used the other one."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].split(b"\n")[1:]
     fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
@@ -44,12 +44,7 @@ def _check_length(head: bytes) -> None:
 
 
 class ClientConnection(UvicornConnection):
-    """One client's connection. Beyond `most`, those that wait longest for clients are closed.
-
-    Args:
-        head_seconds: limit for a request's head.
-        write_seconds: limit for a client that reads nothing.
-    """
+    """One client's connection. Beyond `most`, those that wait longest for their clients are closed."""
 
     def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
         super().__init__(*args, parser=HeadParser(_check_length), **kwargs)
@@ -146,7 +141,7 @@ class ClientConnection(UvicornConnection):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close a sixteenth of the connections at once: a search scans all."""
+        """Close a sixteenth at once: a search scans all."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)
@@ -201,7 +196,7 @@ def most_connections() -> int:
 class DrainingServer(UvicornServer):
     """Ends after a signal, or `FAILED_SECONDS` after the engine fails.
 
-    Requests have `drain_seconds`; then incomplete ones are cut, and `close` ends streams.
+    After `drain_seconds`, incomplete requests are cut and `close` ends streams.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The state of the server, and reading requests."""
+"""State of the server; reading requests."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ log = logging.getLogger("agentcache.sessions")
 
 _MOST_INSTALLATIONS = 256
 _MOST_UNKEPT = 64
-_MOST_NAME_CHARS = 40  # of a name
+_MOST_NAME_CHARS = 40
 _VERSION = re.compile(r"/v?[0-9].*")
 
 _MOST_AGENTS = 1024
-_MOST_LINE_CHARS = 80  # of a quoted line
+_MOST_LINE_CHARS = 80
 
 _WHY = {
     Match.NEW: "no conversation of the agent began like this prompt",
@@ -49,16 +49,16 @@ _WHY = {
 T = TypeVar("T")
 
 SERVER_NAME = "agentcache"
-# By `body_weight`. Small bodies take up to 3 ms on the event loop.
+# By `body_weight`.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list
 _BYTES_PER_QUOTE = 12  # two per string
 _BYTES_PER_COMMA = 2  # of token ids
-_BYTES_PER_VALUE = 4  # in `json_size`
+_BYTES_PER_VALUE = 4
 MOST_NOTES = 32
 READERS = 2  # one for large bodies; they compete for the GIL
-MOST_UNREAD = 64  # queued bodies
+MOST_UNREAD = 64
 
 
 class KnownClients:
@@ -81,7 +81,6 @@ class KnownClients:
             return self._agents.get(installation)
 
     def note_unkept(self, user_agent: str) -> None:
-        """Log the first request without agent or session."""
         name = client_name(user_agent)
         with self._lock:
             if name in self._unkept or len(self._unkept) >= _MOST_UNKEPT:
@@ -95,13 +94,12 @@ class KnownClients:
 
 
 def client_name(user_agent: str) -> str:
-    """Product in a `User-Agent` header, without version; or `unknown`."""
     words = user_agent.split(None, 1)
     return (_VERSION.sub("", words[0])[:_MOST_NAME_CHARS] if words else "") or "unknown"
 
 
 class LastTurns:
-    """The last turns of recent agents. For one thread."""
+    """Last turns of recent agents. For one thread."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, tuple[float, Report]] = OrderedDict()  # with time.time()
@@ -133,7 +131,7 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Reason why reuse was limited; None if it was complete."""
+    """Why reuse was limited; None if it was complete."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk"
     if report.volatile is not None and not report.volatile.moved:
@@ -188,10 +186,7 @@ class Notes:
 class Call:
     """One request while it is read.
 
-    Args:
-        num_bytes: length of the body.
-        continued: stored responses and items that it refers to.
-        fallback_agent: used if nothing names an agent.
+    `continued` are stored responses and items that it refers to; `fallback_agent` is used if nothing names an agent.
     """
 
     body: Reader
@@ -212,7 +207,7 @@ def context_of(request: Request) -> Context:
 
 
 def engine_of(request: Request) -> Engine:
-    """The engine. Raises EngineStopped or Overloaded if it cannot answer."""
+    """Raises EngineStopped or Overloaded if the engine cannot answer."""
     engine = context_of(request).engine
     if isinstance(engine.failure, EngineStopped):
         raise engine.failure
@@ -224,14 +219,13 @@ def engine_of(request: Request) -> Engine:
 
 
 async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
-    """Read a request without a prompt; `without_body` replaces an empty body."""
     return await read_prompt(request, None, lambda call: call, without_body=without_body)
 
 
 async def read_prompt(
     request: Request, param: str | None, read: Callable[[Call], T], *, without_body: bytes = b""
 ) -> T:
-    """Apply `read` to a request with its prompt in field `param`: to small bodies at once, to others on a thread.
+    """Apply `read` to a request with its prompt in field `param`; larger bodies on a thread.
 
     Raises InvalidRequest, ContextLengthExceeded, or ClientDisconnect.
     """
@@ -259,7 +253,7 @@ async def read_prompt(
 
 
 async def read_again(request: Request, call: Call, read: Callable[[Call], T]) -> T:
-    """Apply `read` again, after stored items were added. Raises ContextLengthExceeded."""
+    """Apply `read` again with stored items. Raises ContextLengthExceeded."""
     items = [*call.continued.history(), *call.continued.items.values()]
     given = call.body.get("input")
     count = len(items) + (len(given) if isinstance(given, list) else 1)
@@ -277,7 +271,7 @@ async def read_again(request: Request, call: Call, read: Callable[[Call], T]) ->
 
 
 def body_weight(raw: bytes) -> int:
-    """Cost of reading a body, in bytes of plain text."""
+    """Cost of reading, in bytes of plain text."""
     if len(raw) > LARGE_BODY:  # counting takes 1 ms per MB
         return len(raw)
     num_groups = raw.count(b"{") + raw.count(b"[")
@@ -286,7 +280,7 @@ def body_weight(raw: bytes) -> int:
 
 
 def json_size(value: Any, most: float = math.inf) -> int:
-    """Approximate length of `value` as JSON, counted to about `most`."""
+    """Approximate length as JSON, counted to about `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
         part = rest.pop()
@@ -302,7 +296,6 @@ def json_size(value: Any, most: float = math.inf) -> int:
 
 
 def name_agent(request: Request, agent: str | None) -> None:
-    """Set the agent of the response header."""
     request.state.agent = agent
 
 
@@ -326,7 +319,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def end(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait for its end; drop its exception."""
+    """Cancel and await a task; drop its exception."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

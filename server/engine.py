@@ -1,4 +1,4 @@
-"""The engine's interface for the server, implemented by `agentcache.gateway.async_engine.AsyncEngine`."""
+"""The engine's interface for the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The engine. All methods raise errors of `agentcache.errors`."""
+    """The engine, implemented by `AsyncEngine`. All methods raise errors of `agentcache.errors`."""
 
     @property
     def ready(self) -> bool: ...
@@ -30,7 +30,7 @@ class Engine(Protocol):
 
     @property
     def measuring(self) -> Measuring | None:
-        """Progress of choosing a precision; the engine serves in safe bits until then."""
+        """Progress of choosing a precision; until then the engine serves in safe bits."""
 
     @property
     def failure(self) -> Exception | None: ...
@@ -46,7 +46,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
     async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
-        """Run one completion; `take` gets each update. Cancelling this cancels it."""
+        """`take` gets each update. Cancelling this cancels the completion."""
 
     async def count_tokens(self, request: Request, /) -> int:
         """Tokens in the prompt."""

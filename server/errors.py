@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or Anthropic's."""
+"""Errors in OpenAI's or Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentcache.system.threads import as_exception
 log = logging.getLogger("agentcache.server")
 
 RETRY_AFTER_SECONDS = 1
-MAX_MESSAGE = 4000  # characters
+MAX_MESSAGE = 4000
 MAX_PARAM = 200
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 _ANTHROPIC_ROUTES = "/v1/messages"
@@ -72,7 +72,7 @@ class WireError:
 
 
 def wire_error(error: Exception) -> WireError:
-    """The client's view of an error. Paths and tracebacks go to the log only."""
+    """The client's view of an error; paths and tracebacks go to the log only."""
     if isinstance(error, RequestError):
         param = None if error.param is None else _cut(error.param, MAX_PARAM)
         return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
@@ -122,7 +122,7 @@ class ErrorResponses:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Give Starlette's errors our shape, with a hint."""
+    """Starlette's errors in our shape, with a hint."""
     assert isinstance(error, HTTPException)
     path, routes = request.url.path, request.app.routes
     message, spoken_at = f"{f'{request.method} {path}':.300}: {error.detail:.300}.", path

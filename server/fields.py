@@ -1,4 +1,4 @@
-"""Effects of body fields by dialect, as in `docs/server.md`: obeyed, without bearing, refused; others are noted."""
+"""Effects of body fields by dialect, as in `docs/server.md`; unknown fields are noted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentcache.server import thinking
 from agentcache.server.answer_form import FORM_FIELDS
 from agentcache.server.context import Call
 
-_MOST_NAMES = 8  # in a note
+_MOST_NAMES = 8
 _LONGEST_NAME = 40
 
 
@@ -35,7 +35,7 @@ _TALK = (
     *(*thinking.FIELDS, "include_reasoning", "reasoning_format", "separate_reasoning", "chat_template_kwargs"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 )
-# Names of `max_tokens` elsewhere.
+# Names of `max_tokens`; the first one given counts.
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
 _OPENAI = (*MAX_TOKENS, "n", "stop", "logprobs", "stream_options")
 
@@ -49,7 +49,7 @@ OBEYED: Mapping[Dialect, frozenset[str]] = {
     ),
 }
 
-# For hosted services, or for speed only.
+# For hosted services, or for speed.
 WITHOUT_BEARING = frozenset(
     ("user", "metadata", "client_metadata", "store", "service_tier", "safety_identifier", "cache_control")
     + ("prompt_cache_retention", "prompt_cache_options")
@@ -57,7 +57,7 @@ WITHOUT_BEARING = frozenset(
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
 
-# With the values that would not change the answer.
+# With values that would not change the answer.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -92,7 +92,7 @@ _TEXT_FORMAT = frozenset(
 _BUDGETS = ("max_tokens", "budget_tokens", "budget")
 TOOL = "tools[]"  # any tool definition
 
-# By path, of objects whose readers ignore unknown keys.
+# Of objects whose readers ignore unknown keys.
 KEYS: Mapping[str, frozenset[str]] = {
     "stream_options": frozenset(("include_usage", "include_obfuscation")),
     "reasoning": frozenset(("type", "enabled", "effort", *_BUDGETS, "exclude", "summary", "generate_summary")),
@@ -124,7 +124,7 @@ _REFUSED_THERE: Mapping[Dialect, Mapping[str, tuple[Any, ...]]] = {Dialect.RESPO
 
 
 def check_fields(call: Call, dialect: Dialect) -> None:
-    """Refuse unsupported fields that matter; note unknown ones, but those of tools."""
+    """Refuse unsupported fields that matter; note unknown ones, except keys of tools."""
     unknown: list[str] = []
     refused = {**REFUSED, **_REFUSED_THERE.get(dialect, {})}
     for name, value in call.body.value.items():
@@ -141,7 +141,7 @@ def check_fields(call: Call, dialect: Dialect) -> None:
 
 
 def note_tool_keys(call: Call, tool: Mapping[str, Any], *, is_shown: bool = False) -> None:
-    """Note unknown keys of a tool, which the chat template gets unchanged if `is_shown`."""
+    """Note unknown keys of a tool; with `is_shown` the chat template gets them."""
     effect = "shown to the model if its chat template shows all of a tool" if is_shown else "without effect"
     _note(call, list(_unknown_keys(tool, TOOL)), effect)
 

@@ -1,4 +1,4 @@
-"""Child process of `LargeJson`: answers a body with a `ParseOutcome` and, in `marshal`, the object or refusal."""
+"""Child process of `LargeJson`: answers with a `ParseOutcome` and, in `marshal`, the object or refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads chat messages and their parts as text, the served models' only input."""
+"""Reads chat messages and their parts as text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """Assistants may omit the content, tools may send any value."""
+    """Assistants may omit the content; tools may send any value."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -126,7 +126,7 @@ def without_billing_header(text: str) -> str:
 
 
 def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
-    """History may lack the call's name: a refusal would end the conversation."""
+    """History may lack the name: a refusal would end the conversation."""
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
@@ -141,7 +141,7 @@ def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:
-    """Arguments as an object for templates, or invalid ones as text: a refusal would end the conversation."""
+    """Arguments as an object; invalid ones as text, since a refusal would end the conversation."""
     arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments
@@ -156,11 +156,7 @@ def read_arguments(function: Reader, name: str = "arguments") -> Any:
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """A text document in tags; None for other or external content.
-
-    Args:
-        part: Anthropic's `document`, OpenAI's `file` or `input_file`.
-    """
+    """Text of a `document`, `file` or `input_file` part, in tags; None for other or external content."""
     file = part["file"] if isinstance(part.get("file"), dict) else part
     source = part["source"] if isinstance(part.get("source"), dict) else {}
     title = next((name for name in (part.get("title"), file.get("filename")) if isinstance(name, str) and name), "")
@@ -230,7 +226,7 @@ def _of_data(data: Any, media_type: str, name: str) -> str | None:
 
 
 def _octets(data: str) -> bytes:
-    """Decode any base64: line breaks, percent-encoded, the alphabet for URLs, no padding."""
+    """Any base64: line breaks, percent-encoded, URL alphabet, no padding."""
     if "%" in data:
         data = unquote(data)
     bare = "".join(data.split()).rstrip("=").replace("-", "+").replace("_", "/")
@@ -238,7 +234,6 @@ def _octets(data: str) -> bytes:
 
 
 def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
-    """Non-empty texts of the parts under `name`, except types in `without`."""
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
         for index, part in _parts(holder, name, without)
@@ -266,8 +261,7 @@ def plain_text(part: Any) -> str | None:
 def read_part(part: Reader, role: str, call: Call) -> str:
     """Text of a part, or a placeholder and a note.
 
-    Only media in a user's newest message are refused: ignoring them would mislead, but a refusal in the history would
-    end the conversation.
+    Only media in a user's newest message are refused: in the history, a refusal would end the conversation.
     """
     kind = part.string("type")
     if kind in _TEXTS or kind is None:
@@ -302,7 +296,6 @@ def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
 
 
 def readable(value: Any) -> str:
-    """All readable text in a part."""
     lines: list[str] = []
     rest = [value]
     while rest:
@@ -328,7 +321,6 @@ def _message_of(part: Reader) -> str:
 
 
 def is_newest(part: Reader, call: Call) -> bool:
-    """Whether the part is in the request's last message."""
     place = _message_of(part)
     name = place.partition("[")[0]
     messages = call.body.get(name)
@@ -345,7 +337,6 @@ def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
 
 
 def tool_text(holder: Reader, name: str, between: str, call: Call) -> str:
-    """A tool's result as text, other values as JSON."""
     value = holder.get(name)
     if value is None or isinstance(value, str):
         return holder.string(name) or ""

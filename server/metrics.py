@@ -1,4 +1,4 @@
-"""Observes requests: `/metrics` for Prometheus, with vLLM's names under our prefix, and a log without content."""
+"""Metrics for Prometheus, with vLLM's names under our prefix, and a request log without content."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FAMILIES = {
 }
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# Each method on each route leaves a series of 20 lines.
+# Each method on each route adds 20 lines.
 _OTHER_METHOD = "other"
 _NOT_ALLOWED = "405"
 _number_text: Callable[[float], str] = floatToGoString
@@ -81,7 +81,7 @@ def _ram_accounts(stats: CacheStats) -> Metric:
 
 
 def _account_of(kind: str) -> str:
-    """Without the adapter's name, which would leave a series."""
+    """Without the adapter's name: each would add a series."""
     family, *_, part = kind.split(".") if "." in kind else (kind, "")
     return f"{family}.{part}" if part else family
 
@@ -135,7 +135,7 @@ class ServerMetrics:
         )
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
-        """Wrap `take`, to measure a completion that begins now."""
+        """Wrap `take` to measure a completion that begins now."""
         begun = time.perf_counter()
         latest: dict[int, float] = {}
 
@@ -188,14 +188,14 @@ class _Only(Collector):
 
 
 class Lines:
-    """Renders metrics; name and labels of a series, most of the work, once."""
+    """Renders metrics; name and labels of a series once."""
 
     def __init__(self) -> None:
         self._headers: dict[str, str] = {}
         self._series: dict[tuple[object, ...], str] = {}
 
     def pieces(self, metric: Metric) -> Iterator[str]:
-        """Render a metric in pieces, without creation times."""
+        """Render in pieces, without creation times."""
         samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
         if samples:
             yield self._header_of(metric)
@@ -225,7 +225,7 @@ def _text_of(metric: Metric, *samples: Sample) -> str:
 
 
 class Observe:
-    """Middleware: measures and, if `logs`, logs each request, also after an error or a disconnect."""
+    """Middleware: measures and, if `logs`, logs each request, also after an error or disconnect."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, logs: bool) -> None:
         self.app = app
@@ -259,7 +259,7 @@ def note_model(request: Request, model: str) -> None:
 
 
 def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) -> None:
-    """Set the token counts of the log line; `n` answers per prompt."""
+    """Set the token counts of the log line; each prompt has `n` answers."""
     reports = [completion.final_report for completion in completions]
     request.state.usage = (
         sum(report.prompt_tokens for report in reports[::n]),

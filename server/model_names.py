@@ -10,7 +10,7 @@ from agentcache.server.context import Call
 from agentcache.settings.config import Config
 
 _UNKNOWN = "model_not_found"
-# Names built into coding agents, with several for side requests.
+# Names built into coding agents.
 _BUILT_IN = re.compile(r"(?:[\w.-]+/)*(claude|gpt)-.", re.IGNORECASE)
 # Placeholders of clients that must name a model.
 _PLACEHOLDER = re.compile(
@@ -23,7 +23,6 @@ _LONGEST_PLACEHOLDER = 40
 
 
 def check_model(call: Call) -> None:
-    """Accept any name of the served model, or none."""
     if (name := call.body.string("model")) is not None:
         adapter_in(name, call.model, call.config)
 
@@ -62,7 +61,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """A served name in other case, with a provider (`openai/`) or Ollama's `:latest`; else `name`."""
+    """A served name in other case, after a provider (`openai/`) or before Ollama's `:latest`; else `name`."""
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)

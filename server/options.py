@@ -1,4 +1,4 @@
-"""Options of a request: agent, adapter, sampling, parsing, paths on the server's machine."""
+"""Options of a request."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ MAX_CHOICES = 128
 
 
 def require_machine_access(request: HttpRequest, what: str, instead: str) -> None:
-    """Raise Forbidden unless the server listens on loopback or has an API key. `what` begins the sentence."""
+    """Raise Forbidden unless the server listens on loopback or has an API key. `what` begins the message."""
     config = context_of(request).config
     if config.api_key is None and not is_loopback(config.host):
         raise Forbidden(f"{what} only on a loopback address, or with an API key; or {instead}.")
 
 
 def read_path(body: Reader, what: str) -> str:
-    """The absolute path in the field `path`; errors call it `what`."""
+    """The absolute path in field `path`; errors call it `what`."""
     path = body.required_string("path")
     if not PurePath(path).is_absolute() or "\0" in path:
         body.fail("path", f"must be an absolute path of {what} on the server's machine")
@@ -59,8 +59,6 @@ def read_path(body: Reader, what: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """Common options; `request` makes a `Request` of id, prompt, sampling, n, form and reading."""
-
     request: Callable[..., Request]
     agent: str | None
     adapter: str | None
@@ -118,7 +116,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """The request's time limit in seconds, beside the server's."""
+    """In seconds; the server's limit applies as well."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 
@@ -153,7 +151,7 @@ def read_sampling(
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Read sampling parameters; `stop` names the dialect's field. A top_k of -1 disables it."""
+    """Read sampling parameters; `stop` is the dialect's field name. A top_k of -1 disables it."""
     default = SamplingParams(**model.sampling.known)
     top_k = body.integer("top_k", minimum=-1)
     return SamplingParams(

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentcache.server.compat import path_pattern
 
 API = "/v1"
-_LONGEST = 200  # characters of compared paths
-_ALIKE = 0.7  # ratio of difflib
-# Slashes and versions before a route.
+_LONGEST = 200  # characters
+_ALIKE = 0.7  # by difflib
+# Slashes and versions.
 _FRONT = re.compile(r"/*(?:v1(?:/+|$))*")
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _GOOGLE = "/v1beta/"  # would resemble routes here
@@ -44,7 +44,6 @@ def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """A short sentence about an unknown path."""
     if (nearest := nearest_route(path, routes)) is not None:
         methods = " or ".join(sorted((nearest.methods or set()) - {"HEAD"}))
         return f"Probably meant: {methods} {nearest.path}."
@@ -54,7 +53,7 @@ def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
-    """Route that `path` ends with or resembles, or None."""
+    """Route that `path` ends with or resembles."""
     if len(path) > _LONGEST or path.startswith(_GOOGLE):
         return None
     parts = [part for part in path.lower().split("/") if part]

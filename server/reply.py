@@ -1,4 +1,4 @@
-"""Completions: their updates, parsed replies, logprobs and combined reports."""
+"""Completions, parsed replies, logprobs and combined reports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ IMPOSSIBLE = -9999.0
 
 @dataclass
 class Completion:
-    """The updates of one completion."""
-
     updates: list[Update] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -47,7 +45,6 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Joined at every access."""
         return "".join(update.text for update in self.updates)
 
     @property
@@ -78,14 +75,14 @@ class Choices:
 
 
 def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
-    """The `agentcache` object beside `usage`, with notes on the request."""
+    """The `agentcache` object beside `usage`."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # in usage
     return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """Combine the reports of several prompts: sums, else the worst value."""
+    """Combine reports of several prompts: sums, else the worst value."""
     lossy = [report for report in reports if report.policy in LOSSY]
     cached = [report.cached_tokens for report in reports]
     residual = [each.residual for each in cached if each.residual is not None]
@@ -113,7 +110,7 @@ def combine(reports: Sequence[Report]) -> Report:
 
 
 def combine_choices(reports: Sequence[Report]) -> Report:
-    """Combine the reports of choices of one prompt, which counts once."""
+    """Combine reports of choices of one prompt, which counts once."""
     first = reports[0]
     return dataclasses.replace(
         first,
@@ -134,8 +131,7 @@ def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], i
 class ReplyReader:
     """Parses the updates of one completion.
 
-    Attributes:
-        reasoning_tokens: as far as updates separate thoughts; includes hidden ones.
+    `reasoning_tokens` is as exact as updates separate thoughts; it includes hidden ones.
     """
 
     def __init__(self, reading: Reading, *, whole: bool = False) -> None:
@@ -174,7 +170,7 @@ def _chat_logprob(data: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Tokens' offsets in the text. A character belongs to the token that completes it."""
+    """Tokens' offsets in the text; a character belongs to the token that completes it."""
 
     def __init__(self, start: int = 0) -> None:
         self._end = start
@@ -197,7 +193,6 @@ class TextOffsets:
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-    """OpenAI's shape for text completions."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -207,7 +202,6 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dic
 
 
 def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Alternatives by text; the likeliest of equal texts."""
     if token.logprob is None:
         return None
     top: dict[str, float | None] = {}

@@ -1,7 +1,4 @@
-"""`input` items and tools of `/v1/responses` for chat templates, and tool calls back.
-
-A custom tool becomes a function with one string. A namespaced tool gets a combined name.
-"""
+"""`input` items and tools of `/v1/responses` for chat templates, and tool calls back."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ from agentcache.text.json_values import parse_json
 
 _BETWEEN_SYSTEM_TEXTS = "\n\n"
 _CALL = "_call"
-_NOT_SAID = ("type", "id", "call_id", "status", "encrypted_content", "execution")  # metadata of unknown items
-_SEALED = "agentcache:"  # prefix of encoded thoughts
+_NOT_SAID = ("type", "id", "call_id", "status", "encrypted_content", "execution")
+_SEALED = "agentcache:"
 
 INPUT = "input"
 TOOL_TYPES = ("function", "custom", "namespace")
@@ -46,7 +43,7 @@ def is_reference(item: Reader) -> bool:
 def read_items(call: Call) -> list[dict[str, Any]]:
     """Read `instructions`, the continued conversation and `input` as messages.
 
-    Items of one reply form one message. So do leading system texts: many templates allow only one.
+    Items of one reply form one message; so do leading system texts, since many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
@@ -68,7 +65,7 @@ def read_items(call: Call) -> list[dict[str, Any]]:
 class _Messages:
     def __init__(self) -> None:
         self.list: list[dict[str, Any]] = []
-        # Of the newest message; joined by `close`.
+        # Of the newest message.
         self._texts: list[str] = []
         self._thoughts: list[str] = []
 
@@ -145,7 +142,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
 
 
 def _read_other(item: Reader, kind: str, messages: _Messages, call: Call) -> None:
-    """Read an item of an unknown type. Calls and results stay pairs; other readable text becomes a message."""
+    """Calls and results stay pairs; other readable text becomes a message."""
     said = {name: value for name, value in item.value.items() if name not in _NOT_SAID and value is not None}
     if item.get("call_id") is not None and kind.endswith(_CALL):
         messages.call(item, read_arguments(item) if "arguments" in said else said, kind.removesuffix(_CALL))
@@ -186,7 +183,7 @@ def _read_content(item: Reader, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """Other servers' items may have only a summary."""
+    """Items of other servers may have only a summary."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))
@@ -194,7 +191,7 @@ def _read_thought(item: Reader, call: Call) -> str:
 
 
 def sealed(thought: str) -> str:
-    """A thought, encoded for clients that send back only `encrypted_content`."""
+    """Encode a thought, for clients that send back only `encrypted_content`."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 
@@ -209,8 +206,6 @@ def _unsealed(content: str) -> str:
 
 @dataclass(frozen=True)
 class ResponseTool:
-    """A tool in the client's terms."""
-
     name: str
     namespace: str | None = None
     is_custom: bool = False
@@ -223,14 +218,7 @@ class ResponseTool:
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """Tools of a request.
-
-    Args:
-        shown: for the chat template; None if none may be called.
-        by_name: by shown name.
-        choice: with shown names.
-        left_out: names and types of server tools.
-    """
+    """Tools of a request: `shown` to the chat template, None if none may be called. Names are shown ones."""
 
     shown: list[dict[str, Any]] | None = None
     by_name: Mapping[str, ResponseTool] = field(default_factory=dict)
@@ -250,7 +238,7 @@ def shown_name(namespace: str | None, name: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Text of a custom tool's call, or invalid arguments unchanged."""
+    """Text of a custom tool's call; invalid arguments unchanged."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -260,7 +248,6 @@ def custom_input(arguments: str) -> str:
 
 
 def read_response_tools(call: Call) -> ResponseTools:
-    """Read `tools`, and tools in input items (Codex)."""
     body, tools, by_name = call.body, ToolList(), dict[str, ResponseTool]()
     for tool in body.objects("tools"):
         _read_tool(tool, None, call, tools, by_name)

@@ -1,4 +1,4 @@
-"""`/v1/responses`: translates OpenAI's fields to a request; stores, shows and deletes responses."""
+"""`/v1/responses`: creates, stores, shows and deletes responses."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ def _check(call: Call) -> None:
 
 
 def _read_include(body: Reader) -> list[str]:
-    """Most values concern tools that this server lacks."""
     include = body.get("include")
     if include is None:
         return []
@@ -146,7 +145,7 @@ def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class References:
-    """Ids of the continued response, and of items with their places in the input."""
+    """Id of the continued response, and of items with their places in the input."""
 
     previous: str | None
     items: Mapping[str, str]
@@ -164,7 +163,7 @@ def read_references(body: Reader) -> References:
 
 
 async def find_continued(engine: Engine, references: References) -> Continued:
-    """Look up references. Raises InvalidRequest if a response, NotFound if an item is not stored."""
+    """Look up references. Raises InvalidRequest for a missing response, NotFound for a missing item."""
     previous, items = references.previous, tuple(references.items)
     found = await engine.call(UseResponses(lambda files: files.continued(previous, items)))
     for missing in found.missing:
@@ -188,7 +187,7 @@ def own_items(call: Call) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Stores an answer, with the items of the request, before its end is sent."""
+    """Stores an answer and its input before the answer's end is sent."""
 
     agent: str
     reply: ResponseReply
@@ -197,7 +196,7 @@ class Keep:
     async def __call__(
         self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None
     ) -> None:
-        """Set the answer's `store`. A failure adds a note; the answer is sent."""
+        """Set the answer's `store`; a failure only adds a note."""
         assert writer is None or isinstance(writer, ResponseWriter)
         answer = self.reply.close(completions) if writer is None else writer.close(completions)
         body = {name: value for name, value in answer.items() if name not in _NOT_STORED} | {"store": True}
@@ -221,7 +220,7 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """List items of one request, without the conversation before it."""
+    """Items of one request, without the conversation before it."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

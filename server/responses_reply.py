@@ -27,7 +27,7 @@ from agentcache.text.replies.events import (
     ToolCallStart,
 )
 
-# Type of a stream event, and its fields without the number.
+# Type of a stream event, and its fields.
 Said = tuple[str, dict[str, Any]]
 
 MAX_ECHO = 256 << 10  # characters, of the final response
@@ -38,14 +38,7 @@ _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 @dataclass(eq=False)
 class ResponseReply:
-    """An answer to `/v1/responses`.
-
-    Args:
-        opening: echo in earlier events.
-        seals_reasoning: whether thoughts carry `encrypted_content`.
-        agent: part of item ids.
-        previous: id of the continued response.
-    """
+    """An answer to `/v1/responses`. Earlier events echo `opening`."""
 
     id: str
     model: str
@@ -124,14 +117,14 @@ class ResponseReply:
 
 
 class OutputItems:
-    """Output items, built by updates, which yield stream events. The last item may be open."""
+    """Output items and their stream events; the last item may be open."""
 
     def __init__(self, reply: ResponseReply, *, whole: bool = False) -> None:
         self.items: list[dict[str, Any]] = []
         self._reply = reply
         self._reader = ReplyReader(reply.reading, whole=whole)
         self._is_open = False
-        self._texts: list[str] = []  # of the open item's text or arguments
+        self._texts: list[str] = []  # of the open item
         self._unplaced: list[TokenLogprob] = []  # tokens without output text so far
 
     @property
@@ -149,7 +142,7 @@ class OutputItems:
             yield from self._translated(each)
 
     def finish(self, completion: Completion) -> Iterator[Said]:
-        """Close the open item. An empty answer becomes an empty message."""
+        """Close the open item; an empty answer becomes an empty message."""
         if not self.items:
             yield from self._begin_text("message")
         yield from self._close("incomplete" if completion.finish_reason is FinishReason.LENGTH else "completed")
@@ -192,7 +185,6 @@ class OutputItems:
         return list(chat_logprobs(tokens)["content"])
 
     def complete(self) -> None:
-        """Write the received text into the newest item."""
         if not self.items:
             return
         item, text = self.items[-1], "".join(self._texts)
@@ -220,7 +212,7 @@ class OutputItems:
         part = self.items[-1]["content"][0]
         self._texts.append(text)
         fields: dict[str, Any] = {"delta": text}
-        if kind == "message":  # thoughts have none
+        if kind == "message":
             part["logprobs"] += logprobs
             fields["logprobs"] = list(logprobs)
         yield f"response.{part['type']}.delta", self._part_place | fields
@@ -264,7 +256,7 @@ class OutputItems:
 
 
 def _code(error: WireError) -> str:
-    """One of OpenAI's codes, by which clients retry or shorten the conversation."""
+    """OpenAI's codes, by which clients retry or shorten the conversation."""
     if error.code == ContextLengthExceeded.code:
         return error.code
     if error.status == Overloaded.status:
@@ -290,11 +282,11 @@ class ResponseWriter:
             yield self._event(kind, fields)
 
     def keep_alive(self) -> bytes:
-        """An event that may repeat: the dialect has no keep-alive."""
+        """Repeat an event: the dialect has no keep-alive."""
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without its echo. `end` sends it with later changes."""
+        """The response without its echo; later changes to it are sent by `end`."""
         if self._closed is None:
             [completion] = completions
             self._closing = list(self._output.finish(completion))
@@ -330,7 +322,7 @@ def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
 
 @dataclass(frozen=True)
 class Echo:
-    """Request fields repeated in a response, encoded once; those in `left_out` are emptied."""
+    """Request fields repeated in a response, encoded once; `left_out` are emptied."""
 
     fields: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
@@ -350,7 +342,6 @@ class Echo:
 
     @cached_property
     def text(self) -> str:
-        """The fields as JSON without braces."""
         return encode(dict(self.fields))[1:-1]
 
     @property

@@ -13,10 +13,10 @@ from agentcache.server.validate import check_agent_id
 from agentcache.settings.tables import default_agent
 from agentcache.text.json_values import parse_json
 
-_LONGEST_JSON = 16 << 10  # characters searched
-# Claude Code's user ids before JSON.
+_LONGEST_JSON = 16 << 10
+# Claude Code's older user ids.
 _USER_SESSION = re.compile(r"user_.*_session_([^_]+)")
-# Kilo's requests for titles and the like: `title-ses_…`.
+# Kilo's requests for titles: `title-ses_…`.
 _SIDE_REQUEST = re.compile(r"[a-z]+-(ses_.+)")
 _HEADERS = (
     "session_id",  # pi
@@ -31,7 +31,7 @@ _HEADERS = (
     "x-conversation-id",
     "helicone-session-id",
 )
-# Such as Copilot's x-client-session-id, but not a parent's.
+# Such as Copilot's x-client-session-id; not a parent's.
 _VENDORS_HEADER = re.compile(r"x-(?!.*parent)[a-z-]+-session-id")
 _METADATA = ("session_id", "sessionId", "conversation_id", "chat_id")
 _CODEX_TURN = "x-codex-turn-metadata"
@@ -41,8 +41,8 @@ _CODEX_TITLE = "thread_title"
 def read_agent(call: Call, user_id: Any = None) -> str | None:
     """The agent of a request, or None. Raises InvalidRequest for an invalid explicit name.
 
-    Order: `agent` or `session_id` in the body; with the setting `session_headers`, X-Session-ID and what clients send
-    automatically, last `user_id` (Anthropic's `metadata.user_id`); the continued response; the setting `default_agent`.
+    Order: `agent` or `session_id` in the body; with the setting `session_headers`, X-Session-ID, then what clients send
+    by themselves, last `user_id` (Anthropic's `metadata.user_id`); the continued response; the setting `default_agent`.
     """
     agent = named_agent(call)
     if agent is None and call.config.session_headers:
@@ -54,7 +54,6 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
 
 
 def named_agent(call: Call) -> str | None:
-    """The agent in the body or X-Session-ID."""
     agent, session = call.body.string("agent"), call.body.string("session_id")
     if agent is not None and session is not None and agent != session:
         raise InvalidRequest("agent and session_id name different agents.", param="session_id")
@@ -95,7 +94,7 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 
 
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
-    """The agent of a Codex thread. A thread for a title shares only the installation with the session before it."""
+    """A Codex thread for a title shares only the installation with the session before it."""
     installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
     if not isinstance(installation, str) or not installation:
         return None if is_title else agent
@@ -129,7 +128,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """The text if valid as an agent id, else its digest; None if empty."""
+    """The text if valid as an agent id, else its digest."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)

@@ -1,4 +1,4 @@
-"""Reads thinking settings: all spellings, also of other servers, in all dialects.
+"""Reads thinking settings in all spellings, also of other servers, in all dialects.
 
 Template variables count before switches, switches before efforts. An unknown word means the nearest one.
 """
@@ -15,7 +15,7 @@ from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 from agentcache.text.thinking import EFFORTS, MEDIUM, NONE, ThinkingWish, can_grade, can_switch, told
 
-# By type. All but the first group are also read in `chat_template_kwargs`.
+# All but the first group are also read in `chat_template_kwargs`.
 _OBJECTS = ("thinking", "reasoning", "thinking_config")
 _SWITCHES = ("enable_thinking", "think", "enable_reasoning", "thinking_mode")
 _OFF_SWITCHES = ("disable_reasoning", "disable_thinking", "no_think")
@@ -31,7 +31,7 @@ _BUDGETS = (
     "budget_tokens",
 )
 FIELDS = (*_OBJECTS, *_SWITCHES, *_OFF_SWITCHES, *_EFFORTS, *_BUDGETS)
-# Inside objects, also in camel case.
+# Inside objects.
 _GRADES_INSIDE = ("effort", "level", "thinking_level", "thinkingLevel")
 _BUDGETS_INSIDE = ("budget_tokens", "max_tokens", "budget", "thinking_budget", "budgetTokens", "thinkingBudget")
 
@@ -42,12 +42,7 @@ _LONGEST_WORD = 40  # of words compared with known ones
 
 @dataclass(frozen=True)
 class Thinking:
-    """Effective settings.
-
-    Args:
-        shown: whether the answer includes thoughts.
-        parsed: whether thoughts are separated from the text.
-    """
+    """Effective settings; with `parsed` thoughts are separated from the text."""
 
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     shown: bool = True
@@ -56,8 +51,6 @@ class Thinking:
 
 @dataclass(frozen=True)
 class _Said:
-    """Meaning of one field."""
-
     param: str
     enabled: bool | None = None
     effort: int | None = None
@@ -72,8 +65,8 @@ AS_USUAL = Thinking()
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
     """Read thinking settings.
 
-    With `only_if_asked` (Anthropic) answers show thoughts on request only. The model thinks even so: switched off, many
-    templates write a prompt that the next turn does not repeat.
+    With `only_if_asked` (Anthropic) answers show thoughts on request only. The model thinks even so: with thinking off,
+    many templates write a prompt that the next turn does not repeat.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")
@@ -147,7 +140,6 @@ def _in_body(body: Reader) -> Iterator[_Said]:
 
 
 def _in_object(given: Reader) -> Iterator[_Said]:
-    """`reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
     for name in ("type", "enabled", *_GRADES_INSIDE):
         if given.get(name) is not None:
             yield _read(given, name)
@@ -170,7 +162,7 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """An effort; in other fields than efforts also on or off."""
+    """An effort; in other fields also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}

@@ -1,7 +1,7 @@
 """Translates tool definitions to functions for chat templates.
 
-Client tools of Anthropic, known by type only, get schemas. Server tools, which agents send by default, are left out
-with a note.
+Anthropic's client tools, known by type only, get schemas. Server tools, which agents send by default, are left out with
+a note.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 
 
 def client_tool(tool: Reader) -> dict[str, Any] | None:
-    """Function of a known type with any date, or None."""
+    """Function of a known type with any date."""
     kind = tool.string("type") or ""
     found = _maker(kind)
     strict = {"strict": True} if tool.get("strict") is True else {}
@@ -140,12 +140,9 @@ _TOOLS = {
 
 @dataclass
 class ToolList:
-    """Tools of a request.
+    """Tools of a request, by name in OpenAI's shape.
 
-    Attributes:
-        functions: by name, in OpenAI's shape.
-        left_out: names and types.
-        by_family: names of functions, and types left out, by family.
+    Left-out tools count by name and type; `by_family` has names of functions, and types left out.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -153,7 +150,7 @@ class ToolList:
     by_family: dict[str, str] = field(default_factory=dict)
 
     def shown(self, choice: ToolChoice) -> list[dict[str, Any]] | None:
-        """The tools for the chat template. A demanded call shows all, so that the prompt keeps its prefix."""
+        """Tools for the chat template. A demanded call shows all, so that the prompt keeps its prefix."""
         if not choice.may_call:
             return None
         tools = list(self.functions.values())
@@ -191,7 +188,6 @@ def read_chat_tools(call: Call) -> ToolList:
 
 
 def read_anthropic_tools(call: Call) -> ToolList:
-    """Read `tools`, and tools added by system messages."""
     tools = ToolList()
     for tool in call.body.objects("tools"):
         _add_tool(tool, tool.string("type"), tools, call)
@@ -212,7 +208,6 @@ def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> No
 
 
 def read_function(tool: Reader) -> dict[str, Any]:
-    """Read a definition: in `function`, or beside the type."""
     holder = tool.object("function") if tool.get("function") is not None else tool
     schema = next((name for name in _SCHEMAS if holder.get(name) is not None), _SCHEMAS[0])
     function = {
@@ -231,7 +226,6 @@ def _with_strict(tool: Reader) -> dict[str, Any]:
 
 
 def _added_tools(body: Reader) -> Iterator[Reader]:
-    """Definitions in `tool_addition` blocks."""
     for index, message in enumerate(body.items("messages")):
         if type(message) is not dict or message.get("role") != "system" or type(message.get("content")) is not list:
             continue

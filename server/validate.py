@@ -1,4 +1,4 @@
-"""Typed readers of request bodies within a time limit. Each refusal names its parameter."""
+"""Typed readers of request bodies within a time limit; each refusal names its parameter."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from agentcache.text.json_values import TooDeep, deep_place, parse_json
 
 MAX_INTEGER = 2**63 - 1
-MAX_NAME = 256  # of a tool's name
+MAX_NAME = 256
 MAX_NUMBER = 1e300
-# Parsing them takes 0.1 s; only long or many prompts need more.
+# They parse in 0.1 s; only long or many prompts need more.
 MANY_VALUES = 2**20
 _CALLS = ("tool_use", "tool_result")
 _VALUES_PER_TOKEN = 4
-_MOST_LISTS = 256  # of token ids in a prompt
+_MOST_LISTS = 256  # of token ids
 _LONGEST_HINT = 80  # of names compared with known ones
 
 BASE_SECONDS = 2.0
 SECONDS_PER_MEGABYTE = 0.5
 STEPS = 32  # between checks, some 0.01 ms
-# A reading thread may work this long, then rests: the event loop needs the GIL.
+# Then a reading thread rests: the event loop needs the GIL.
 _WORK_SECONDS = 0.0005
 _REST_SECONDS = 0.0005
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
-    """Parse a body as JSON object; empty the list `raw`, which holds it. Raises InvalidRequest."""
+    """Parse a body as JSON object; empties `raw`, which holds it. Raises InvalidRequest."""
     try:
         text = raw.pop().decode("utf-8")
     except UnicodeDecodeError:
@@ -51,7 +51,7 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
 def refuse_many_values(raw: bytes, max_context: int) -> None:
     """Raise ContextLengthExceeded for an unparsed body with more values than `max_context` tokens need.
 
-    Commas and brackets in strings count: they are tokens, too.
+    Commas and brackets in strings are tokens, too.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -66,7 +66,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Raise ContextLengthExceeded for more messages, token ids, tool calls or results than tokens in the context."""
+    """Raise ContextLengthExceeded for more messages, token ids, tool calls or results than the context has tokens."""
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
         if isinstance(items, list):
@@ -92,7 +92,7 @@ def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:
 
 
 def check_agent_id(value: str, param: str) -> str:
-    """Return `value`, valid as an agent id, which also names files. Raises InvalidRequest."""
+    """Return `value` if valid as an agent id, which also names files. Raises InvalidRequest."""
     if not is_name(value):
         problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
         raise InvalidRequest(f"{param} {problem}.", param=param)
@@ -100,11 +100,7 @@ def check_agent_id(value: str, param: str) -> str:
 
 
 class Reader:
-    """One JSON object and its place in the body. null counts as absent.
-
-    Args:
-        path: dotted; empty for the body.
-    """
+    """One JSON object and its dotted path in the body. null counts as absent."""
 
     __slots__ = ("_limit", "path", "value")
 
@@ -138,7 +134,6 @@ class Reader:
         return value
 
     def name(self, name: str) -> str:
-        """A required string of at most `MAX_NAME` characters."""
         value = self.required_string(name)
         if len(value) > MAX_NAME:
             self.fail(name, f"must have at most {MAX_NAME} characters")
@@ -176,7 +171,7 @@ class Reader:
         return float(value)
 
     def object(self, name: str) -> Reader:
-        """The object under `name`; an empty one if absent."""
+        """The object under `name`; empty if absent."""
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
@@ -187,7 +182,7 @@ class Reader:
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
-        """The objects of the list under `name`; empty if absent."""
+        """Objects of the list under `name`; empty if absent."""
         value = self.value.get(name)
         if value is None:
             return []
@@ -203,7 +198,7 @@ class Reader:
         return readers
 
     def items(self, name: str) -> Iterator[Any]:
-        """The unchecked values of a list; `item` reads one as an object."""
+        """Unchecked values of a list; `item` reads one as an object."""
         value = self.value.get(name)
         if value is None:
             return
@@ -245,9 +240,7 @@ def never() -> bool:
 class ReadLimit:
     """Limit of CPU time by length of the body. For one thread.
 
-    Args:
-        has_ended: whether the result is no longer needed.
-        rests: whether the thread sleeps to release the GIL; False on the event loop.
+    With `rests` the thread sleeps to release the GIL; not for the event loop.
     """
 
     def __init__(self, num_bytes: int, has_ended: Callable[[], bool] = never, *, rests: bool = False) -> None:
@@ -265,14 +258,12 @@ class ReadLimit:
             self.look()
 
     def look(self) -> None:
-        """Count `STEPS` items."""
         self.check()
         if self._rests and time.perf_counter() - self._rested > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
             self._rested = time.perf_counter()
 
     def check(self) -> None:
-        """Check the limit now; raises as `step`."""
         if self._has_ended():
             raise Overloaded("the request has ended")
         now = time.thread_time()
