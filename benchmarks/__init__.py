@@ -1,1 +1,1 @@
-"""Tools that measure and torture a server, run from a clone: `python -m benchmarks --help`."""
+"""Measures and tortures a server: `python -m benchmarks --help`."""

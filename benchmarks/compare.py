@@ -1,8 +1,4 @@
-"""Compare conversations on agentcache and on `mlx_lm.server` in one run.
-
-Halfway, both servers are killed and restarted. At the end all agents send a turn at once. Only one server works at a
-time.
-"""
+"""Conversations on agentcache and on `mlx_lm.server`, both killed halfway; at the end all agents speak at once."""
 
 from __future__ import annotations
 
@@ -42,12 +38,7 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """Parameters.
-
-    Args:
-        first_tokens, turn_tokens: approximate tokens of an agent's first message and of later ones.
-        together_tokens: tokens per answer when all agents send a turn at once.
-    """
+    """Parameters. Tokens of messages are approximate; `together_tokens` is per answer at once."""
 
     agents: int = 3
     turns: int = 4
@@ -81,7 +72,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """Final cache sizes, None if not reported; `start_seconds` lasts to a first answer."""
+    """One server at the end; None if not reported. `start_seconds` last to a first answer."""
 
     server: str
     start_seconds: float
@@ -186,7 +177,7 @@ class _Bench:
             agents = server.client.request("GET", "/v1/agents")["data"]
             ram, disk = (sum(agent[f"{where}_bytes"] for agent in agents) for where in ("ram", "disk"))
         else:
-            # The peer logs its cache size at the next request.
+            # The peer logs its cache at the next request.
             self._send(server, self._body([{"role": "user", "content": "Goodbye."}], 2)).result()
             ram, disk = _logged_cache_bytes(side.log), 0
         return ServerSample(side.name, side.start_seconds, together, ram, disk, _resident_bytes(server.pid))
@@ -265,7 +256,6 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """Where the peer is more than a few percent better."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"

@@ -1,9 +1,4 @@
-"""Compare a model on one and on two ranks.
-
-    python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
-
-`ring` over loopback shows only the overhead; `nccl` uses two GPUs. After `SECONDS` a rank dumps its stacks and exits.
-"""
+"""`python -m benchmarks.distributed_benchmark`: a model on one and on two ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ CAVEATS = [
     "Two ranks on one machine share its cores and memory (ring): then they cost, and win nothing.",
     "A step of two ranks is as quick as its slowest reduction: two a layer, beside one message of ours.",
 ]
-SECONDS = 540  # time limit of a rank
+SECONDS = 540  # then a rank dumps its stacks and exits
 LOOK_SECONDS = 0.05
 CHUNK = 2048
 
@@ -133,7 +128,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: TimedProgress
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """Return rank 0's numbers. Raises SystemExit."""
+    """Rank 0's numbers. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
     command += ["--plan", json.dumps(asdict(plan))]
     processes = [
@@ -143,7 +138,7 @@ def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> di
         for variables in _variables(ranks, plan.backend, cache.parent)
     ]
     try:
-        # If one rank fails at startup, the other waits for it forever.
+        # A rank waits forever for one that failed at startup.
         while processes[0].poll() is None and not any(process.poll() for process in processes):
             time.sleep(LOOK_SECONDS)
         codes = [process.poll() for process in processes]
@@ -182,7 +177,7 @@ def build_report(plan: DistributedPlan, progress: Progress) -> Report:
     rows = []
     with tempfile.TemporaryDirectory(prefix="agentcache-ranks-") as folder:
         model = Path(folder) / "model"
-        # A separate process, so that MLX returns its GPU memory.
+        # A process of its own returns its GPU memory.
         module = "from benchmarks.distributed_benchmark import Path, Shape, make_model"
         progress(f"making a model, {plan.shape.value}")
         making = f"{module}; make_model(Path({str(model)!r}), Shape({plan.shape.value!r}))"

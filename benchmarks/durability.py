@@ -1,4 +1,4 @@
-"""Count and time the syncs of a saved turn, for each `--durability` mode that this system distinguishes."""
+"""Counts and times the syncs of a saved turn in each `--durability` mode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Syncs:
 
 @dataclass(frozen=True)
 class DurabilityRow:
-    """Medians of one mode. `turn_ms` ends with the answer that says `saved`."""
+    """Medians; `turn_ms` ends with the answer that says `saved`."""
 
     durability: str
     syncs: dict[str, int]
@@ -56,7 +56,6 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """Modes that this system distinguishes; Linux has one."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 
@@ -106,7 +105,7 @@ def _measure(plan: DurabilityPlan, durability: Durability, say: Progress) -> Dur
             ids = [*completion.prompt_token_ids, *completion.token_ids]
             if not completion.report.saved:
                 raise RuntimeError(f"the turn was not saved: {completion.report.save_error}")
-            if number:  # the first turn creates folders
+            if number:  # the first creates folders
                 found.append(syncs)
                 seconds.append(time.perf_counter() - begun)
         say(f"{durability}: {plan.turns} turns")

@@ -1,7 +1,4 @@
-"""Measure how a row with a JSON schema delays other rows: gaps between their tokens, with it and without.
-
-Halves of each kind of turn are compared, too: their ratio shows the effect of chance.
-"""
+"""How a row with a JSON schema delays other rows' tokens; halves of one kind show the effect of chance."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ from benchmarks.workload import Progress, given_or_random
 CAVEATS = [
     "Compare ratios with those of a kind beside itself, not milliseconds; masks of larger vocabularies take longer.",
 ]
-LIMIT = 1.1  # allowed ratio of the p95 with a form to that without
+LIMIT = 1.1  # of the p95 with a form to that without
 
 _PROMPT_TOKENS = 30
-_ATTEMPTS = 5  # on a busy machine, one row may end before another begins
+_ATTEMPTS = 5  # on a busy machine, rows may not overlap
 _ITEM = {
     "type": "object",
     "properties": {
@@ -43,7 +40,7 @@ _ITEM = {
     "required": ["name", "kind", "sizes", "at", "more"],
     "additionalProperties": False,
 }
-# Long enough that no answer ends during the measurement.
+# No answer ends during the measurement.
 _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
 
 
@@ -58,8 +55,6 @@ class FormsPlan:
 
 @dataclass
 class Gaps:
-    """In ms, between tokens of the rows without a form, by turn."""
-
     turns: list[list[float]] = field(default_factory=list)
 
     def percentile(self, percent: float) -> float:

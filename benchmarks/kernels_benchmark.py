@@ -1,7 +1,6 @@
-"""Time kernels on packed blocks against MLX operations and flash attention over bfloat16 keys.
+"""Times kernels on packed blocks, MLX operations, and flash attention over bfloat16 keys.
 
-A decode layer rotates over layers of four times the largest device cache. "of copy" is relative to the rate of an array
-copy.
+Launches rotate over layers that exceed the device cache; "of copy" is relative to the rate of an array copy.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class KernelsPlan:
     Args:
         prefixes: (rows, shared tokens, own tokens).
         residuals: (rows of one adapter, tokens per row, rank); on values, then also on keys.
-        unpacked: contexts of a prompt chunk; also with residual KV of `unpacked_rank`.
+        unpacked: contexts of a prompt chunk; also with residuals of `unpacked_rank`.
         latents: (rows, context).
         latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
         threadgroups, launches: minimum per launch, and per timed graph.
@@ -93,7 +92,7 @@ class Sample:
 
 
 class Layers:
-    """Arenas of enough layers to exceed the device cache."""
+    """Arenas of layers that exceed the device cache together."""
 
     def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
         self.plan = plan
@@ -134,7 +133,7 @@ def bytes_per_latent(plan: KernelsPlan) -> int:
 
 
 def measure_kernels(plan: KernelsPlan, progress: Progress) -> tuple[float, list[Sample]]:
-    """Return samples, and the copy bandwidth in bytes/s."""
+    """Copy bandwidth in bytes/s, and samples."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
@@ -225,7 +224,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Only the kernel and MLX operations: flash attention lacks heads of this size."""
+    """Flash attention lacks heads of this size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)
@@ -259,7 +258,7 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float | None:
-    """Return None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
+    """None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
     reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
     options = AttentionOptions(plan.dim**-0.5)
 
@@ -330,7 +329,6 @@ def _angles(plan: KernelsPlan) -> np.ndarray:
 
 
 def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
-    """Compile, as the engine does."""
     return work if device() == NO_DEVICE else mx.compile(work)
 
 

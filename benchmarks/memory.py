@@ -1,4 +1,4 @@
-"""Measure recall across phases and its cost, in the ways of `agentcache.bench.ways`."""
+"""Recall across phases and its cost, in the ways of `agentcache.bench.ways`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`script` is a path or shipped name; `max_tokens` overrides its own."""
-
     script: str = DEFAULT_SCRIPT
     seeds: tuple[int, ...] = (1, 2, 3)
     model: str | None = None
@@ -45,7 +43,6 @@ class SeedResult:
 
     @property
     def restored(self) -> bool:
-        """Whether every agent came back from disk."""
         return from_disk(self.runs["warm"])
 
 
@@ -72,7 +69,6 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 
 def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
-    """Totals of a way, and by phase."""
     pairs = [(result.runs[way], result.runs["hot"]) for result in results]
     turns = [record for run, _ in pairs for record in run.turns]
     same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]

@@ -1,6 +1,6 @@
 """Throughput and memory of many adapters that share a context.
 
-Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053). Workflows start as a Poisson process.
+Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053); workflows start as a Poisson process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class MultiPlan:
     """Parameters.
 
     Args:
-        turns: of a conversation; each adds `tool_tokens` and generates `new_tokens`.
         rounds: questions to each fork of the context (MapReduce).
         rate: workflow starts per second, on average.
         fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0 by default,
@@ -88,7 +87,7 @@ QUICK = MultiPlan(
 
 
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Write adapters with equal A and random B matrices; return folders by name."""
+    """Write adapters with equal A and random B; return folders by name."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
@@ -125,13 +124,13 @@ def _policy(name: str) -> str | None:
 
 
 def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
-    """RAM budget for `plan.fitting` conversations plus all adapter weights."""
+    """RAM budget in bytes for `plan.fitting` conversations plus adapter weights."""
     with _serving(plan, adapters) as llm:
         before = llm.stats().ram_used["base"] or 0
         _ask(llm, _ids(Random(0), plan.longest), 1, adapter=next(iter(adapters)), policy="exact")
         stats = llm.stats()
         one = (stats.ram_used["base"] or 0) - before
-        # Weights may take half of the budget, so that all adapters stay loaded under every policy.
+        # Weights may take half of the budget, so that all adapters stay loaded.
         return int(max(plan.fitting * one + stats.adapter_ram_bytes, 2.1 * stats.adapter_ram_bytes + one))
 
 
@@ -196,7 +195,6 @@ def _conversation(plan: MultiPlan, llm: LLM, policy: str, turns: Sequence[str], 
 
 
 def map_reduce(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """A new question each round on every fork."""
     context, random = _ids(Random(plan.seed), plan.context), Random(plan.seed * 100 + number)
     return [
         _ask(llm, [*context, *_ids(random, 16)], plan.new_tokens, adapter=names[number], policy=_policy(policy))
@@ -254,7 +252,6 @@ def _row(seen: Seen, seconds: float, before: CacheStats, after: CacheStats) -> d
 
 
 def measure_pipeline(plan: MultiPlan, adapters: dict[str, Path], policy: str) -> dict[str, Any]:
-    """Base reads a context, five adapters continue it at once, base reads their answers."""
     context, names = _ids(Random(plan.seed), plan.context), list(adapters)[:5]
 
     def evaluate(number: int) -> Completion:

@@ -1,7 +1,7 @@
-"""Compare agentcache with the bare mlx-lm model on its quantised cache, in turns in one process.
+"""agentcache and the bare mlx-lm model on its quantised cache, in turns in one process.
 
 decode   a step, against the time between two tokens of a running request
-growth   time that a long context adds to a short turn, against the first token of a hot agent
+growth   time that a long context adds to a short turn, against a hot agent's first token
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class OverheadResult:
 
     @property
     def growth(self) -> Pair:
-        """Time that the long context adds to a turn."""
         short, long = (self.turns[context] for context in sorted(self.turns))
         return Pair(long.bare_ms - short.bare_ms, long.engine_ms - short.engine_ms)
 
@@ -68,14 +67,14 @@ class BareModel:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Quantise after the prefill, which is much faster than during it."""
+        """Quantise after the prefill: much faster than during it."""
         caches, _ = prefill_bare(self._model, token_ids, _PREFILL_CHUNK)
         quantised = [cache.to_quantized(group_size=64, bits=4) for cache in caches]
         mx.eval([cache.state[:2] for cache in quantised])
         return quantised
 
     def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
-        """Return the seconds to compute `token_ids` and the next token; restore the cache."""
+        """Seconds to compute `token_ids` and the next token; restores the cache."""
         started = time.perf_counter()
         token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
         token.item()

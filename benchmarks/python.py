@@ -1,6 +1,6 @@
-"""CPU time in Python of a decode step with many streams, and of matching a long prompt.
+"""Python's CPU time in a decode step with many streams, and in matching a long prompt.
 
-The step's is the thread time of engine thread and event loop. The model has no layers; MLX computes on other threads.
+A step's is that of the engine and event-loop threads; the model has no layers, and MLX computes on other threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 _SHORT_TOKENS = 8
 _PROMPT_TOKENS = 64
 _ROOT = "root"
-_OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent, after the shared prefix
+_OWN_TOKENS = 2 * BLOCK_SIZE + 100  # after the shared prefix
 _TURN_WORDS = 150
 STEP_LIMIT_MS = 1.0
 MATCH_LIMIT_MS = 2.0
@@ -63,8 +63,6 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds per step."""
-
     engine_ms: float
     streaming_ms: float
     wall_ms: float
@@ -75,7 +73,7 @@ class StepCost:
 
 
 async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCost:
-    """Return medians. Removes the layers of `engine`, which must be started and allow `plan.rows` requests."""
+    """Medians. Removes the layers of `engine`, which must be started and allow `plan.rows` requests."""
     await _on_thread(engine, lambda engine: engine.loaded.model.layers.clear())
     return await _StepBench(plan, engine, app).run()
 
@@ -102,8 +100,6 @@ class _Clocks:
 
 
 class _StepBench:
-    """Sends streams through the ASGI application, without sockets."""
-
     def __init__(self, plan: StepPlan, engine: AsyncEngine, app: App) -> None:
         self._plan = plan
         self._engine = engine
@@ -113,13 +109,13 @@ class _StepBench:
     async def run(self) -> StepCost:
         await self._spend(_SHORT_TOKENS)
         gc.collect()
-        gc.freeze()  # as the server does
+        gc.freeze()  # as in the server
         costs = [await self._cost_of_a_step() for _ in range(self._plan.rounds)]
         gc.unfreeze()
         return medians(costs)
 
     async def _cost_of_a_step(self) -> StepCost:
-        """Subtract short requests from long ones to cancel prompts and endings."""
+        """Short requests, subtracted from long ones, cancel prompts and endings."""
         short, long = await self._spend(_SHORT_TOKENS), await self._spend(_SHORT_TOKENS + self._plan.steps)
         extra, steps = long - short, self._plan.steps
         return StepCost(extra.engine / steps * 1e3, extra.streaming / steps * 1e3, extra.wall / steps * 1e3)
@@ -179,7 +175,7 @@ async def _post(app: App, path: str, body: Message) -> None:
 
 @dataclass(frozen=True)
 class MatchPlan:
-    """`prompt_tokens` is a minimum. The agent's lineages share most of its text."""
+    """`prompt_tokens` is a minimum."""
 
     agents: int = 1000
     lineages: int = 8
@@ -190,7 +186,7 @@ class MatchPlan:
 
 @dataclass(frozen=True)
 class MatchCost:
-    """Milliseconds of CPU time for one prompt, but of wall time for the template.
+    """CPU milliseconds for one prompt; wall time for the template.
 
     Args:
         lineage_ms: choice of the lineage that the prompt continues.
@@ -270,7 +266,6 @@ class _MatchBench:
         return " ".join(self._random.choices(WORDS.split(), k=count)) + "."
 
     def _fill_tree(self, token_ids: list[int]) -> None:
-        """Let agents diverge near the end, so that the widest node is the deepest."""
         self._insert(token_ids)
         shared = token_ids[:-_OWN_TOKENS]
         for _ in range(self._plan.agents * self._plan.lineages - 1):
@@ -312,7 +307,6 @@ class PythonCost:
 
 
 def measure_python(plan: PythonPlan, progress: Progress) -> PythonCost:
-    """Measure in this process."""
     with given_or_random(None, {}) as (home, model):
         settings = {"model": str(model), "max_concurrent_requests": plan.step.rows, "kv": "4"}
         config = load_config({**settings, "cache_dir": home / "cache"})
@@ -334,7 +328,6 @@ async def _measure(plan: PythonPlan, config: Config, progress: Progress) -> Pyth
 
 
 def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
-    """Rows of the table; `limit_ms` may be None."""
     step, match = cost.step, cost.match
     prompt, rows = (
         f"{match.prompt_tokens} tokens, {plan.match.agents} agents x {plan.match.lineages}",

@@ -1,11 +1,9 @@
-"""Compare agentcache with bare mlx-lm and `mlx_lm.server` at the size of real models.
+"""agentcache, bare mlx-lm and `mlx_lm.server` at the size of real models.
 
-    decode   a step of rows after a context of zeros, which cost the same reads
-    prefill  a cold prompt
-    turns    a short turn: cold, hot, and warm (the first of a new engine on the same folder)
-    servers  both servers over HTTP: first token, also after a kill; time per token, alone and together
-
-By default weights are random, in the shape of Qwen3-8B.
+decode   a step of rows after a context of zeros, which cost the same reads
+prefill  a cold prompt
+turns    a short turn: cold, hot, and warm (first of a new engine)
+servers  first token, also after a kill; time per token, alone and together
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class RealSizePlan:
     Args:
         shape, bits: of random weights; 16 is unquantised.
         decode, shared: (rows, context) of steps; rows of `shared` have one context.
-        context: cached tokens before the turns; 0 for no turns.
-        agents: conversations on both servers; 0 for no servers.
+        context, agents: 0 for no turns, and for no servers.
     """
 
     model: str | None = None
@@ -128,7 +125,7 @@ def measure_real_size(plan: RealSizePlan, progress: Progress) -> list[dict[str, 
         bare = Bare(folder) if plan.bare else None
         if plan.decode:
             _decode(plan, Paged(folder), bare, add, folder)
-        gc.collect()  # a model has reference cycles, and the next one needs its memory
+        gc.collect()  # a model has reference cycles
         mx.clear_cache()
         if plan.prefill or plan.context:
             _requests(plan, folder, home / "cache", bare, add)
@@ -266,7 +263,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Rows of `context` tokens, with room for `room` more; full blocks of `shared` rows are common."""
+        """Rows of `context` tokens with room for `room` more; `shared` rows have their full blocks in common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -279,7 +276,7 @@ class Paged:
         self.runner.evaluate()
 
     def steps(self, count: int) -> Iterator[None]:
-        """Like the engine, start each step before reading the previous token."""
+        """Start each step before reading the previous token, like the engine."""
         token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
         for length in range(self.context, self.context + count):
             lengths = [length] * len(self.tables)
@@ -298,8 +295,6 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model on its own caches."""
-
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
         parameters = [array for _, array in tree_flatten(self.model.parameters())]
@@ -318,7 +313,6 @@ class Bare:
         mx.eval([cache.state[:2] for cache in self.caches])
 
     def steps(self, count: int) -> Iterator[None]:
-        """Step as `mlx_lm.generate` does."""
         token = mx.zeros((self.rows, 1), mx.int32)
         for _ in range(count):
             before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)
@@ -333,9 +327,9 @@ class Bare:
 
 
 def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
-    """Write a random Qwen3 with the embedded model's tokenizer, in float32 on a CPU.
+    """Write a random Qwen3 with the embedded tokenizer; in float32 on a CPU.
 
-    It generates only whole words, because servers send a token when it has text.
+    It generates only whole words: servers send a token when it has text.
     """
     config = embedded_config() | shape
     if bits < 16:

@@ -1,15 +1,14 @@
-"""Time restoring an agent from disk against a hot turn and against plain reads of its files.
+"""An agent restored from disk, beside a hot turn and plain reads of its files.
 
-    hot       a short turn with all blocks in RAM
-    evicted   the same turn after eviction
-    restarted the same turn as the first one of a process: slots are new
-    alone     a restore without a turn
-    read      plain reads by one thread into a reused buffer
-    together  the same with `READERS` threads
-    kept      plain reads by one thread into memory for all files
+    hot        a short turn with all blocks in RAM
+    evicted    the same after eviction
+    restarted  the same as the first turn of a process: slots are new
+    alone      a restore without a turn
+    read       plain reads by one thread into a reused buffer
+    together   the same with `READERS` threads
+    kept       plain reads by one thread into memory for all files
 
-Files are in the page cache: as written, or with `reread` as read from disk, which is slower. On a busy machine compare
-the CPU times of `alone` and `read`.
+Files are in the page cache. On a busy machine compare CPU times of `alone` and `read`.
 """
 
 from __future__ import annotations
@@ -47,12 +46,8 @@ _PAUSE = 0.1  # seconds until idle BLAS threads stop spinning
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Parameters.
-
-    Args:
-        context: restored tokens, in whole blocks.
-        restarts: processes, each with one restarted turn and `rounds` hot and evicted ones.
-        reread: whether files are first dropped from the page cache (Linux).
+    """Parameters. Each of `restarts` processes has one restarted turn, and `rounds` hot and evicted ones; `reread`
+    first drops files from the page cache (Linux).
     """
 
     model: str | None = None
@@ -66,12 +61,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """Medians.
-
-    Args:
-        evicted_restore_ms, restarted_restore_ms: from the first read to the last block in its slot.
-        alone_cpu_ms, read_cpu_ms: CPU time of all threads.
-    """
+    """Medians. Restores take from the first read to the last block in its slot; CPU times are of all threads."""
 
     hot_ms: float
     evicted_ms: float
@@ -196,14 +186,14 @@ def _read_from_disk(path: Path) -> None:
 def _read(files: list[Path], threads: int) -> float:
     buffers = [_pages(_READ_BYTES) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # warm-up: starts threads
+        list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # starts threads
         started = time.perf_counter()
         list(pool.map(_read_each, [files[thread::threads] for thread in range(threads)], buffers))
         return time.perf_counter() - started
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Page-aligned memory; unaligned reads can take two to five times as long."""
+    """Page-aligned memory: unaligned reads can take two to five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory

@@ -1,11 +1,9 @@
-"""Time the first start with a model.
+"""Times the first start with a model.
 
-    load      a process that imports mlx-lm and reads the weights
-    ready     to the first 200 of `/health`, with an empty cache folder
-    chosen    to the end of the search of `--kv auto`
-    again     like ready, for the second start on the same cache folder
-
-CPU time is that of the server process; compare it on a busy machine.
+load      a process that imports mlx-lm and reads the weights
+ready     to the first 200 of `/health`, with an empty cache folder
+chosen    to the end of the search of `--kv auto`
+again     to the first 200 of a second start on that folder
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Span:
-    """Time since the start of a process; `cpu_seconds` is None without /proc."""
+    """Since the start of a process; `cpu_seconds` is None without /proc."""
 
     seconds: float
     cpu_seconds: float | None
@@ -61,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StartResult:
-    """Medians over the rounds; `precision` as in `/v1/models`."""
+    """Medians; `precision` as in `/v1/models`."""
 
     load: Span
     ready: Span
@@ -70,7 +68,6 @@ class StartResult:
     precision: str
 
     def share_of_bound(self, span: Span) -> float:
-        """Time relative to 2 loads plus 20 s."""
         return span.seconds / (_LOADS * self.load.seconds + _FIXED_SECONDS)
 
 

@@ -26,7 +26,7 @@ class BenchmarkFailed(AgentCacheError):
 
 @dataclass(frozen=True)
 class Stream:
-    """Times are of `time.perf_counter`; usage and report come from the last events."""
+    """Times of `time.perf_counter`; usage and report are the last events'."""
 
     sent_at: float
     token_times: tuple[float, ...]
@@ -109,7 +109,7 @@ class RunningStream:
         sent_at = time.perf_counter()
         text, last = "", _Last({}, {})
         with (
-            # Servers are on loopback; loading certificates takes longer than many answers.
+            # Loading certificates takes longer than many answers.
             httpx.Client(timeout=TIMEOUT, trust_env=False, verify=False) as http,
             http.stream("POST", self._url, json=self._body) as response,
         ):
@@ -162,7 +162,7 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Gaps between consecutive tokens; the later one is within [since, until]."""
+    """Gaps between consecutive tokens, the later one within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
@@ -183,7 +183,7 @@ def steady_rate(streams: Sequence[Stream]) -> float:
 
 
 def serial_rate(streams: Sequence[Stream]) -> float:
-    """Tokens/s of streams that decoded one after the other."""
+    """Tokens/s of streams one after the other."""
     return sum(len(s.token_times) - 1 for s in streams) / sum(s.decode_seconds for s in streams)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: prompts, random models, mlx-lm without the engine, medians."""
+"""Prompts, random models, mlx-lm without the engine, medians."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 T = TypeVar("T", bound="DataclassInstance")
 NEVER = -100.0  # bias that keeps a token from being chosen
 
-# 84 million parameters, 336 MB of float32: decoding is bound by reading weights.
+# 84 million parameters, 336 MB of float32: reading weights bounds decoding.
 WEIGHTS_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -34,7 +34,7 @@ WEIGHTS_MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-# As many parameters in fewer layers and heads: after 16K tokens attention is a third of the work, as in 8B models.
+# As many in fewer layers and heads: after 16K tokens attention is a third of the work, as in 8B models.
 LONG_PROMPT_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 8192,
@@ -42,7 +42,7 @@ LONG_PROMPT_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Little to compute, so that long contexts are affordable.
+# Little to compute: long contexts are affordable.
 CONTEXT_MODEL = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -69,19 +69,19 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def given_or_random(model: str | None, shape: dict[str, int]) -> Iterator[tuple[Path, Path]]:
-    """A temporary folder, and that of the model: `model`, or a random one of `shape`."""
+    """A temporary folder, and that of `model` or of a random one of `shape`."""
     with temporary_folder() as home:
         yield home, Path(model) if model else random_model_path(home, **shape)
 
 
 def medians(results: Sequence[T]) -> T:
-    """Return the first result with the median of each float."""
+    """The first result with the median of each float."""
     names = [field.name for field in fields(results[0]) if isinstance(getattr(results[0], field.name), float)]
     return replace(results[0], **{name: statistics.median(getattr(each, name) for each in results) for name in names})
 
 
 def prefill_bare(model: nn.Module, token_ids: Sequence[int], chunk: int) -> tuple[list[KVCache], mx.array]:
-    """Read a prompt; return the caches and the last chunk's logits."""
+    """Caches of a prompt, and the last chunk's logits."""
     caches = [KVCache() for _ in model.layers]
     for start in range(0, len(token_ids), chunk):
         logits = model(mx.array([token_ids[start : start + chunk]]), cache=caches)
@@ -103,9 +103,8 @@ class TokenSource:
 def turn_body(
     agent: str | None, prompt: Sequence[int], max_tokens: int, *, return_token_ids: bool = False
 ) -> dict[str, Any]:
-    """The body of a greedy completion of exactly `max_tokens`.
-
-    `return_token_ids` also times tokens without text, but slows long prompts.
+    """Body of a greedy completion of exactly `max_tokens`; `return_token_ids` also times tokens without text, but slows
+    long prompts.
     """
     return {
         "prompt": list(prompt),

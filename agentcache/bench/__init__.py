@@ -1,1 +1,1 @@
-"""Benchmarks of a real server over HTTP, their tables and plots."""
+"""Benchmarks of a real server over HTTP."""

@@ -1,4 +1,4 @@
-"""PNG plots. matplotlib is an optional dependency, imported on first use."""
+"""PNG plots by matplotlib, an optional dependency imported on first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Distinct for colour-blind readers (Okabe & Ito).
+# For colour-blind readers (Okabe & Ito).
 COLOURS = {
     "cold": "#0072B2",
     "warm": "#D55E00",
@@ -18,7 +18,7 @@ COLOURS = {
     "agentcache": "#0072B2",
     "mlx_lm.server": "#E69F00",
 }
-_CYCLE = 10  # number of matplotlib's default colours
+_CYCLE = 10  # matplotlib's default colours
 MARKERS = {"cold": "o", "warm": "s", "warm, evicted": "^", "hot": "D"}
 WAY_LABELS = {
     "cold": "cold: text re-sent",
@@ -79,7 +79,6 @@ def draw_bars(
     colours: Mapping[str, str] = COLOURS,
     label: Callable[[float], str] = milliseconds,
 ) -> None:
-    """Draw grouped bars, one per series in each group; None draws no bar."""
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
@@ -92,10 +91,7 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Plot medians as lines and samples as dots on logarithmic axes.
-
-    `series`: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
-    """
+    """Plot medians as lines and samples as dots. `series`: by kind, samples in milliseconds by tokens of context."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure = new_figure(7, 4.5)
@@ -125,7 +121,7 @@ def _draw_series(axes: Any, name: str, by_size: Mapping[int, Sequence[float]]) -
 
 @dataclass(frozen=True)
 class Panel:
-    """A group of bars for each phase. `series`: by way, one value per phase; None draws no bar."""
+    """Bars for each phase. `series`: by way, one value per phase; None draws no bar."""
 
     title: str
     series: Mapping[str, Sequence[float | None]]
@@ -139,7 +135,7 @@ def plot_by_phase(phases: Sequence[str], panels: Sequence[Panel], title: str, pa
     for axes, panel in zip(all_axes, panels, strict=True):
         _draw_panel(axes, panel)
         axes.set_xticks(range(len(phases)), phases)
-        axes.set_xlim(-0.6, len(phases) - 0.4)  # also if a panel has no bars
+        axes.set_xlim(-0.6, len(phases) - 0.4)
     ways = list(panels[0].series)
     handles = all_axes[0].get_legend_handles_labels()[0]
     figure.legend(handles, [WAY_LABELS[way] for way in ways], loc="outside lower center", ncols=4, fontsize=8)

@@ -1,7 +1,4 @@
-"""Reports of benchmarks: tables, a JSON file, and plots if matplotlib is installed.
-
-A report is a dict that begins with its caveats.
-"""
+"""Reports of benchmarks: tables, a JSON file, and plots if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from rich.table import Table
 from agentcache.bench.plots import can_plot
 from agentcache.system.machine import describe_run
 
-CLOSE = 0.05  # smaller relative differences count as equal
+CLOSE = 0.05  # relative difference that counts as equal
 NO_PICTURE = "no picture: that takes matplotlib (pip install 'agentcache-mlx[plots]')"
 
 Report = dict[str, Any]
@@ -26,10 +23,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reporter:
-    """Writes and prints the reports of one benchmark.
-
-    `plots` draw NAME_KEY.png, or NAME.png for an empty key.
-    """
+    """Reports of one benchmark; `plots` draw NAME_KEY.png, or NAME.png for an empty key."""
 
     name: str
     title: str
@@ -39,7 +33,7 @@ class Reporter:
     def report(
         self, plan: Any, caveats: Iterable[str], *, model: Any, peer_wins: Iterable[str] | None = None, **numbers: Any
     ) -> Report:
-        """Build a run's report. `peer_wins`: quantities in which another server is better, if compared."""
+        """Build a report. `peer_wins`: quantities in which another server is better; None without one."""
         return {
             "caveats": list(caveats),
             **({} if peer_wins is None else {"peer_wins": list(peer_wins)}),
@@ -60,7 +54,7 @@ class Reporter:
         return written
 
     def hand_out(self, report: Report, out: Path | None, *, as_json: bool) -> None:
-        """Print caveats to stderr, and tables or JSON to stdout; write files if `out` is given."""
+        """Print caveats to stderr, tables or JSON to stdout; write files to `out`."""
         for caveat in report["caveats"]:
             say(f"caveat: {caveat}")
         for win in report.get("peer_wins", ()):
@@ -95,7 +89,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """An empty table of right-aligned columns, but for the first if `named`."""
+    """An empty table of right-aligned columns, except the first if `named`."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)

@@ -1,13 +1,11 @@
-"""Measure time to first token over context lengths, over HTTP, on real server processes.
+"""Time to first token by context length, over HTTP on real server processes.
 
-For each length an agent gets a seeded context of that many tokens, then repeated short turns:
-
-    cold            the whole prompt, in a new agent with its own salt
+    cold            a new agent with its own salt
     warm, evicted   a fork of the agent, after eviction of all blocks from RAM
-    warm            a fork of the agent, in a new process after SIGKILL
-    hot             another fork in that process, with its blocks in RAM
+    warm            a fork, in a new process after SIGKILL
+    hot             a fork in that process, with its blocks in RAM
 
-Warm and hot turns alternate, so that other load affects both. No repetition reuses another's blocks.
+Warm and hot turns alternate, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters of the benchmark.
-
-    Args:
-        repeats: samples of each kind and length; at most COLD cold ones, which take longest and vary least.
-        turn_tokens, new_tokens: tokens of the turn behind the context, and of its answer.
-    """
+    """Parameters; `repeats` are samples of each kind and length, at most COLD cold ones."""
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     repeats: int = 5
@@ -54,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn. Times in milliseconds; `ttft_ms` is the client's, the rest is the server's report."""
+    """One turn. Milliseconds; `ttft_ms` is the client's, the rest the server's."""
 
     kind: str
     context_tokens: int
@@ -73,10 +66,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Files:
-    """The context's block files. Sizes in bytes; `data_bytes` excludes headers.
-
-    `read_bytes_per_s` is the speed of plain reads from the page cache.
-    """
+    """Block files of the context. `data_bytes` excludes headers; reads are plain, from the page cache."""
 
     count: int
     total_bytes: int
@@ -87,7 +77,7 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """All samples at one length. `skipped` is the reason if there are none."""
+    """Samples at one length, or the reason why there are none."""
 
     context_tokens: int
     samples: tuple[Sample, ...] = ()
@@ -96,7 +86,6 @@ class SizeResult:
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[SizeResult]:
-    """Server processes and cache folders are cleaned up, also on errors."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         return [_measure_size(plan, size, Path(folder) / str(size), progress) for size in plan.sizes]
 
@@ -144,7 +133,7 @@ class _SizeBench:
         rng = random.Random(f"{self._plan.seed}/{self._size}")
         vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
         self._context = rng.choices(vocabulary, k=self._size)
-        # Turns with different first tokens share nothing, so that no repetition reuses another's turn.
+        # Other first tokens, so that no turn reuses another's blocks.
         firsts = rng.sample(vocabulary, k=4 * self._plan.repeats)
         self._turns = [[first, *rng.choices(vocabulary, k=self._plan.turn_tokens - 1)] for first in firsts]
 
@@ -168,7 +157,7 @@ class _SizeBench:
     def _measure_restarted(self) -> None:
         for repeat in range(self._plan.repeats):
             with self._server() as server:
-                # The first request of a process is slower, so it is not measured.
+                # A process's first request is slower.
                 server.client.complete(self._turns[-1], max_tokens=2, temperature=0, salt="warm-up")
                 self._turn(server.client, "warm", f"warm-{repeat}", repeat)
                 _restore(server.client, f"hot-{repeat}")
@@ -218,7 +207,7 @@ def _sample(kind: str, size: int, repeat: int, done: Completion) -> Sample:
 
 
 def _evict_all(client: Client) -> None:
-    """Forks share blocks, which stay in RAM while one agent keeps them."""
+    """Forks share blocks, which stay while one agent keeps them."""
     for agent in client.request("GET", "/v1/agents")["data"]:
         client.request("POST", f"/v1/agents/{agent['id']}/evict")
 

@@ -106,7 +106,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ttft_table(report: Report) -> Table:
-    """Times with spreads, speed-ups, and computed tokens by length."""
     title = f"Time to first token (ms), {report['model']['name']} on {report['machine']['cpu']}"
     headings = ("context", *KINDS, "cold / warm", "cold / hot", "computed c/w/h")
     table = number_table(title, headings, no_wrap=True)
@@ -116,7 +115,6 @@ def ttft_table(report: Report) -> Table:
 
 
 def cache_table(report: Report) -> Table:
-    """Bytes and speed of reads, bytes written, decoding speed by length."""
     headings = ("KV data", "restored", "restore rate", "raw read", "turn's KV data", "turn wrote", "decode")
     table = number_table("The cache behind it", ("context", *headings), no_wrap=True)
     for size in report["sizes"]:

@@ -1,11 +1,11 @@
-"""Run one workflow in four ways on real server processes, to measure the value of memory.
+"""One workflow in four ways on real server processes.
 
-    hot     no interruption: the reference
+    hot     no interruption
     warm    SIGKILL at every phase border; a new process continues from disk
     cold    the full text each time, without cache reuse
     none    as cold, and agents lose their history at every phase border, except the system prompt
 
-Turns run one by one without prefetch, so that their costs are comparable.
+Turns run one by one without prefetch, so that costs are comparable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ColdChat:
 
 @dataclass(frozen=True)
 class Ways:
-    """Runs a script in several ways; `caches` is the parent of their cache folders."""
+    """Runs a script in several ways; `caches` is the parent of their folders."""
 
     script: Script
     caches: Path
@@ -79,7 +79,7 @@ class Ways:
     def _server(self, way: str) -> Iterator[ServerProcess]:
         log = self.logs / f"server-{way}.log"
         with ServerProcess(self.caches / way, log, model=self.model, command=self.command) as server:
-            # The first request of a process is slower, so it is not measured.
+            # A process's first request is slower.
             server.client.chat(WARM_UP, max_tokens=2, temperature=0.0, salt="warm-up")
             yield server
 
@@ -108,7 +108,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """The first turn in which two runs differ, in words; None if they are equal."""
+    """The first differing turn, in words; None if the runs are equal."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)
@@ -120,18 +120,17 @@ def _difference(one: TurnRecord, other: TurnRecord) -> str:
     if one.text == other.text:
         return f"{where}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
     prompts = f"{one.prompt_tokens} and {other.prompt_tokens} tokens"
-    # Re-tokenising an answer's text may give other tokens, and so another prompt.
+    # Text tokenised again may give other tokens.
     why = "" if one.prompt_tokens == other.prompt_tokens else f" (the same text as prompts of {prompts})"
     return f"{where}: {one.text!r} in one run, {other.text!r} in the other{why}"
 
 
 def same_words(one: TurnRecord, other: TurnRecord) -> bool:
-    """Whether two turns have the same text and token ids."""
     return one.text == other.text and one.token_ids == other.token_ids
 
 
 def from_disk(transcript: WorkflowTranscript) -> bool:
-    """Whether every returning agent was warm, in a run with a new server for each phase."""
+    """Whether every returning agent was warm, with a new server for each phase."""
     known: set[str] = set()
     for phase in sorted({record.phase for record in transcript.turns}):
         spoken: set[str] = set()

@@ -22,12 +22,12 @@ from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
 POLICIES = (Policy.EXACT, Policy.ACTIVATED, Policy.PREFILL_SHARE)
-INVOCATION = "\n<<@@>>\n"  # occurs in none of the words
+INVOCATION = "\n<<@@>>\n"  # in none of the words
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 _SCALE = 2.0
-_STRENGTH = 0.5  # size of an adapter's delta relative to the module's output
+_STRENGTH = 0.5  # of an adapter's delta relative to the module's output
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class MadeAdapter:
 
     @property
     def option(self) -> str:
-        """Value for `agentcache serve --adapter`."""
         return f"{self.name}={self.path}:{self.policy}"
 
 

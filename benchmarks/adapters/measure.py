@@ -1,4 +1,4 @@
-"""Measure adapters in three parts, `switch`, `pipeline` and `mixed`. Only one server works at a time."""
+"""Adapters in three parts, `switch`, `pipeline` and `mixed`; only one server works at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from benchmarks.compare import OURS, PEER
 from benchmarks.mlx_lm_server import COMMAND
 from benchmarks.workload import NEVER, WEIGHTS_MODEL, Progress, given_or_random
 
-_TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
+_TRUNK_BUDGET = "2GB"  # more than the plans fill
 SERVER_COLOURS = {OURS: COLOURS[OURS], TRUNK: "#009E73", PEER: COLOURS[PEER]}
 POLICY_COLOURS = {"base only": "#999999", "exact": "#D55E00", "activated": "#0072B2", "prefill-share": "#009E73"}
 CAVEATS = [
@@ -57,8 +57,6 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """`command` and `peer` start the two servers."""
-
     switch: SwitchPlan = field(default_factory=SwitchPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     mixed: MixedPlan = field(default_factory=MixedPlan)
@@ -94,8 +92,6 @@ def measure_adapters(plan: AdaptersPlan, progress: Progress) -> AdaptersResult:
 
 @dataclass(frozen=True)
 class _Servers:
-    """agentcache with all adapters; with a hidden-state cache and exact adapters; `mlx_lm.server`."""
-
     ours: ServerProcess
     trunk: ServerProcess
     peer: Peer
@@ -255,7 +251,6 @@ def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """Where the peer is more than a few percent better."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [

@@ -1,4 +1,4 @@
-"""Compare base and three adapters in one batch with one after the other."""
+"""Base and three adapters in one batch, and one after the other."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ class MixedPlan:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Medians over the rounds; rates in tokens/s.
-
-    Args:
-        system, base_system: all rows at once; as many rows of base.
-        serial, serial_turns_seconds: the same rows one after the other; `peer_…` on `mlx_lm.server`.
+    """Medians. Tokens/s: all rows at once, one after the other, as many rows of base at once; seconds of whole
+    requests.
     """
 
     rows: int
@@ -49,7 +46,7 @@ class MixedBench:
     ) -> None:
         self._plan, self._server, self._peer, self._source = plan, server, peer, source
         self._rows: list[MadeAdapter | None] = [None, *adapters]
-        # Contexts have 0.5 to 1.5 times the planned length.
+        # 0.5 to 1.5 times the planned length.
         sizes = [plan.context * (len(adapters) + 2 * row) // (2 * len(adapters)) for row in range(len(self._rows))]
         self._contexts = [source.take(size) for size in sizes]
 

@@ -1,4 +1,4 @@
-"""Count computed tokens of base, adapter, base, … on one context, for each policy (arXiv 2504.12397, section 5).
+"""Computed tokens of base, adapter, base, … on one context, by policy (arXiv 2504.12397, section 5).
 
 No step names an agent, so all reuse is of shared blocks.
 """

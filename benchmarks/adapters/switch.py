@@ -1,4 +1,4 @@
-"""Measure a change of adapter on a cached context. Each turn continues base's first answer."""
+"""A change of adapter on a cached context."""
 
 from __future__ import annotations
 
@@ -49,12 +49,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn; None if not reported.
-
-    Args:
-        ram_bytes, disk_bytes, trunk_bytes: growth of the cache, and of the hidden-state cache.
-        computed_layer_tokens: computed tokens summed over layers, including the answer's.
-    """
+    """Cost of one turn: bytes are growth of the caches, layer tokens include the answer's; None if not reported."""
 
     ttft_ms: float
     prompt_tokens: int
@@ -80,7 +75,7 @@ class SwitchSample:
 
 
 class Peer:
-    """`mlx_lm.server`; a request must name the model folder to use an adapter. `bias` prevents end-of-turn tokens."""
+    """`mlx_lm.server`; only requests that name the model folder use an adapter. `bias` prevents end-of-turn tokens."""
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias

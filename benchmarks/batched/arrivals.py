@@ -1,9 +1,9 @@
-"""Measure how a long prompt affects running agents, and how it delays a short request.
+"""How a long prompt affects running agents, and how it delays a short request.
 
-quiet      the agents only decode
-prefill    from sending the long prompt to its first token
-same       other agents at the same positions, as longer contexts slow decoding
-short      a short request: on an idle server, beside decoding agents, and during the prefill
+quiet    the agents only decode
+prefill  from sending the long prompt to its first token
+same     other agents at the same positions, as longer contexts slow decoding
+short    a short request: on an idle server, beside decoding agents, during the prefill
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.streams import RunningStream, Stream, gaps_ms, percentile
 from benchmarks.workload import Progress, TokenSource, turn_body
 
 _RUNNING_TOKENS = 16384  # never reached
-_APART_SECONDS = 4.0  # before each short request, so that the server is idle
+_APART_SECONDS = 4.0  # until the server is idle
 
 
 @dataclass(frozen=True)
 class ArrivalsPlan:
-    """`context` is of each running agent, `shorts` in each situation; `max_stall_ms` is the server's setting."""
+    """`context` is of each running agent, `shorts` in each situation."""
 
     running: int = 4
     context: int = 256
@@ -48,13 +48,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Results.
-
-    Args:
-        long_alone_ms, long_ttft_ms: first token of the long prompt on an idle server, and beside running agents.
-        short_done_first: whether all short requests ended before the long prompt's first token.
-        timeline: of one running agent: (seconds since the long prompt, gap in ms).
-    """
+    """Results. `timeline` is of one running agent: (seconds since the long prompt, gap in ms)."""
 
     quiet: Gaps
     prefill: Gaps

@@ -1,8 +1,4 @@
-"""Measure the time that running requests lose when a request joins or leaves the batch.
-
-The cost is the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and that of
-the row's first step.
-"""
+"""Time that running requests lose when a request joins or leaves: their token gaps beyond undisturbed ones."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream
 from benchmarks.workload import Progress, TokenSource, medians, turn_body
 
-_QUIET_GAPS = 6  # undisturbed gaps on each side of a join
+_QUIET_GAPS = 6  # on each side of a join
 _OBSERVER_TOKENS = 16384  # never reached
-_JOINING_GAPS = 2  # the gap before the row's first token, and the gap of its first step
-_LEAVING_GAPS = 2  # gaps after the last token in which the row is removed
+_JOINING_GAPS = 2  # before the row's first token, and of its first step
+_LEAVING_GAPS = 2  # after the last token, in which the row is removed
 
 
 @dataclass(frozen=True)
@@ -33,12 +29,7 @@ class JoinPlan:
 
 @dataclass(frozen=True)
 class JoinCost:
-    """Milliseconds that the observers lose; medians.
-
-    Args:
-        request_ms: from sending the request to its first token.
-        step_ms, step_with_ms: undisturbed step without and with the row.
-    """
+    """Medians of milliseconds that the observers lose; `request_ms` lasts to the first token, steps are undisturbed."""
 
     context: int
     join_ms: float

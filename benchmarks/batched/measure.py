@@ -1,7 +1,4 @@
-"""Measure concurrent agents on one server in three parts, `throughput`, `join` and `arrivals`.
-
-Random models: for joins a small one, elsewhere weights that far exceed CPU caches.
-"""
+"""Concurrent agents on one server in three parts, `throughput`, `join` and `arrivals`."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ RANDOM_CAVEAT = (
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """`command` replaces `agentcache serve`."""
-
     throughput: ThroughputPlan = field(default_factory=ThroughputPlan)
     joins: JoinPlan = field(default_factory=JoinPlan)
     arrivals: ArrivalsPlan = field(default_factory=ArrivalsPlan)

@@ -1,4 +1,4 @@
-"""Compare agents that decode at once with one after the other, and with bare matrix products.
+"""Agents that decode at once, one after the other, and bare matrix products.
 
 A decode step reads each weight once for any number of rows, so the gain of the products bounds that of batching.
 """
@@ -25,7 +25,7 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """`context` is the mean length; lengths are 0.5 to 1.5 times that."""
+    """`context` is the mean; lengths are 0.5 to 1.5 times that."""
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     context: int = 512
@@ -35,11 +35,7 @@ class ThroughputPlan:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians for one number of agents; rates in tokens/s.
-
-    Args:
-        turns_seconds, serial_turns_seconds: all turns with first token and save: at once, one after the other.
-    """
+    """Medians for one number of agents: tokens/s; seconds of all turns with first token and save."""
 
     agents: int
     system: float
@@ -64,7 +60,6 @@ class Throughput:
 def measure_throughput(
     plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Progress
 ) -> list[Throughput]:
-    """The server must allow `max(plan.agents)` concurrent requests."""
     bench = _Bench(plan, server, source)
     progress(f"caching {max(plan.agents)} contexts of about {plan.context} tokens")
     bench.cache_contexts()
@@ -133,7 +128,6 @@ class Products:
 
 
 def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
-    """Return medians over alternating row counts."""
     model, _ = load_model(folder)
     dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
     modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]

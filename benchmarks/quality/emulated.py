@@ -1,4 +1,4 @@
-"""Caches for mlx-lm's models that emulate KV formats; they store dequantised values."""
+"""Caches for mlx-lm's models that emulate KV formats in dequantised values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mlx_lm.models.base import create_causal_mask
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Packing, Plain, Quantisation
 
-_CENTRED_TOKENS = 256  # of a first block
+_CENTRED_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Format:
-    """Format of one layer's keys and values.
+    """Format of one layer's KV.
 
     Args:
         keys, values: bits; 16 is float16, None the model's type.
-        rotated: whether keys are rounded after a Hadamard transform of each head.
-        centred: whether keys are rounded relative to their mean over the first block.
+        rotated: round keys after a Hadamard transform of each head.
+        centred: round keys relative to their mean over the first block.
     """
 
     keys: int | None = 4
@@ -36,7 +36,7 @@ class Format:
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
-        """Return the average of keys and values, scales and biases included; `full` replaces None."""
+        """Average of keys and values, scales and biases included; `full` replaces None."""
         return (self._bits(self.keys, full) + self._bits(self.values, full)) / 2
 
     def _bits(self, bits: int | None, full: int) -> float:
@@ -90,7 +90,7 @@ class EmulatedCache:
         return create_causal_mask(N, self.offset, window_size=self._window)
 
     def spread(self, rows: int) -> EmulatedCache:
-        """Return a copy for `rows` rows with the same beginning."""
+        """A copy for `rows` rows with the same beginning."""
         made = EmulatedCache(self.format, self._window)
         assert self._held is not None
         keys, values = (mx.broadcast_to(each, (rows, *each.shape[1:])) for each in self._held)

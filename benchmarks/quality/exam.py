@@ -1,6 +1,6 @@
-"""An exam for models: perplexity on held-out conversations, and recall of facts stated much earlier.
+"""Perplexity on held-out conversations, and recall of facts stated much earlier.
 
-Compare another model's recall only between formats: texts are the embedded model's.
+Texts are the embedded model's: compare another model's recall only between formats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.quality.emulated import EmulatedCache
 from training.corpus import Corpus
 from training.recall import recall_case
 
-# The training mixture without tools, which some templates reject.
+# Without tools, which some templates reject.
 _MIXTURE = {"facts": 0.35, "negotiation": 0.2, "gossip": 0.1, "records": 0.25, "merging": 0.1}
 _COMPARED_EACH = 4  # every n-th position
 _QUESTIONS = 24  # per conversation; asked one at a time
@@ -32,12 +32,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Questions about the beginning of one conversation.
-
-    Args:
-        rows: question and answer, after the common `beginning`.
-        answers: tokens of each answer, at the end of its row.
-    """
+    """Questions about one `beginning`: each row is a question and, at its end, `answers` tokens of the answer."""
 
     beginning: Ids
     rows: tuple[Ids, ...]
@@ -90,13 +85,7 @@ def _encode(tokenizer: Tokenizer, marked: str) -> Ids:
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of a model in one format.
-
-    Args:
-        losses: per token, in nats.
-        found: per question, whether the answer's tokens were the most likely ones.
-        logprobs: [n, vocabulary] at compared positions.
-    """
+    """Results in one format: `losses` per token in nats, `found` per question, `logprobs` [n, vocabulary]."""
 
     losses: NDArray[np.float64]
     found: NDArray[np.bool_]
@@ -134,7 +123,7 @@ def _read(model: nn.Module, token_ids: Ids, caches: list[EmulatedCache]) -> tupl
 
 
 def _find(model: nn.Module, task: RecallTask, caches: list[EmulatedCache]) -> Iterator[bool]:
-    """Teacher forcing, which is equivalent to greedy decoding here."""
+    """Teacher forcing, equivalent to greedy decoding here."""
     model(mx.array(task.beginning)[None], cache=caches)
     longest = max(map(len, task.rows))
     padded = np.zeros((len(task.rows), longest), np.int64)

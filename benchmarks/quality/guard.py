@@ -41,7 +41,7 @@ class Loss:
     """One question, answered by one scaled adapter in three ways.
 
     Args:
-        reused: F1 with another role's cache; None without another role.
+        reused: F1 with another role's cache; None without one.
         same: share of the exact answer's tokens before the residual answer differs.
     """
 

@@ -24,8 +24,6 @@ _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 @dataclass(frozen=True)
 class Remembering:
-    """One of `agentcache.bench.ways`, and a `--kv` setting."""
-
     way: str
     kv: str
 

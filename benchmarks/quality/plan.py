@@ -1,4 +1,4 @@
-"""The plan, the parts and the result tables of a quality run."""
+"""Plan, parts and result tables of a quality run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """Parameters.
-
-    Args:
-        scale: size relative to a full run.
-        tokens: length of a conversation, and distance from a fact to its question.
-        texts, formats, text_tokens: files, `--kv` settings and tokens per file for the part `texts`.
+    """Parameters. `scale` is relative to a full run; `tokens` is the length of a conversation, and the distance from a
+    fact to its question.
     """
 
     parts: tuple[str, ...] = ()
@@ -55,7 +51,7 @@ class ResultTable:
 
     Args:
         columns: heading by row key, in order; the first names the row.
-        rows: text, numbers or None; may have more keys than `columns`.
+        rows: text, numbers or None; may have more keys.
         formats: format specification by column.
     """
 

@@ -1,8 +1,7 @@
-"""Effect of KV precision: perplexity, recall and divergence of the next token's distribution.
+"""Perplexity, recall and divergence by KV precision, also of copies with outlier channels and key biases (Qwen2.5).
 
-Also of copies that compute the same function with outlier channels and large key biases, as Qwen2.5 has. Both can be
-added exactly: a RoPE pair of key channels is scaled, and queries inversely; a constant is added to a head's keys after
-RoPE, since softmax ignores a shift of all scores.
+Copies compute the same function: a RoPE pair of key channels is scaled, and queries inversely; a constant is added to a
+head's keys after RoPE, since softmax ignores a shift of all scores.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ REFERENCE = "16 bits"
 AUTO = "auto"
 PLAIN, OUTLIERS, BIASES = "as it is", "outlier channels", "outlier channels and key biases"
 _CONVERSATIONS, _TASKS = 8, 6
-_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # distinguishable for colour-blind readers (Okabe & Ito)
-_SAME = 1e-4  # allowed relative difference of a copy's logits
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # for colour-blind readers (Okabe & Ito)
+_SAME = 1e-4  # relative difference of a copy's logits
 _COLUMNS = {
     "format": "keys and values",
     "bits": "bits a value",
@@ -53,7 +52,7 @@ _COLUMNS = {
     "served": "served",
 }
 _FORMATS = {"bits": ".2f", "perplexity": ".4f", "change": "+.2%", "recall": ".1%", "divergence": ".5f"}
-# Formats that no setting serves.
+# Not served.
 _EMULATED = {
     "keys 4, values 8": Format(4, 8),
     "3 bits": Format(3, 3),
@@ -268,7 +267,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """Write a copy with outlier channels, without biases, which a model folder cannot express."""
+    """Write a copy with outlier channels; a model folder cannot express key biases."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)
@@ -315,7 +314,7 @@ def _turned_together(attention: Any, pair: int, dims: int) -> tuple[int, int]:
 
 def _scale(attention: Any, channels: Sequence[int], factor: float) -> None:
     for (norm, projection), by in zip(zip(_NORMS, _PROJECTIONS, strict=True), (1 / factor, factor), strict=True):
-        if norm in attention:  # follows the projection; one gain per channel for all heads
+        if norm in attention:  # after the projection; one gain per channel for all heads
             weight = attention[norm].weight
             attention[norm].weight = weight * _factors(weight.shape[0], channels, by).astype(weight.dtype)
             continue

@@ -1,7 +1,7 @@
-"""Compare answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
+"""Answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
 
-All ways continue the hot way's answers, so that a difference counts once. Warm and evicted turns read the written
-bytes; damaged and cold turns recompute blocks in other steps.
+All ways continue the hot way's answers, so that a difference counts once. Damaged and cold turns recompute blocks in
+other steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from training.recall import recall_case
 HOT, WARM, EVICTED, DAMAGED, COLD = "hot", "warm: restarts", "evicted", "damaged files", "cold: computed anew"
 WAYS = (HOT, WARM, EVICTED, DAMAGED, COLD)
 _CONVERSATIONS, _TURNS = 200, 3
-_LENGTHS = (100, 300)  # alternating tokens: shorter and longer than a block
+_LENGTHS = (100, 300)  # tokens: shorter and longer than a block
 _DAMAGED_SHARE = 3  # one in n block files is damaged before each turn
 _GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 _COLUMNS = {

@@ -25,7 +25,7 @@ from training.roles import ROLES, RoleCase, role_cases
 
 MAX_TOKENS = 28
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-_QUESTIONS = {100: 40, 300: 16, 600: 4}  # number by conversation length in tokens
+_QUESTIONS = {100: 40, 300: 16, 600: 4}  # by conversation length in tokens
 UNLIMITED = 1e6  # no fallback to exact
 
 
@@ -96,7 +96,6 @@ class Laboratory:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[list[mx.array]]:
-    """Record the output of each layer within the context."""
     kinds = {type(layer) for layer in model.layers}
     calls = {kind: kind.__call__ for kind in kinds}
     seen: list[mx.array] = []

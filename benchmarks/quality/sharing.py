@@ -1,4 +1,4 @@
-"""Effect of sharing KV between adapters on the answers of the embedded model's roles.
+"""What sharing KV between adapters does to answers of the embedded model's roles.
 
 In `full reuse`, a baseline outside the server, a role reads another role's cache.
 """
@@ -47,7 +47,7 @@ FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer: every n-th question, compared with `reference`."""
+    """One way to answer every n-th question, compared with `reference`."""
 
     name: str
     kind: Kind

@@ -113,13 +113,11 @@ class TextBench:
         return Measured(self._sample)(self._model, self._survey)
 
     def size(self, precision: Precision) -> tuple[float, int]:
-        """Return bits per value and bytes per token."""
         spec = self._survey.kept_in(precision).spec(self._config["model_type"], self._config)
         values = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self._survey.layers)
         return 8 * spec.bytes_per_token / values, spec.bytes_per_token
 
     def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, Reading]]:
-        """Read each text, first in 16 bits."""
         for text, ids in self.texts.items():
             expected: mx.array | None = None
             for name in dict.fromkeys((_REFERENCE, *formats)):

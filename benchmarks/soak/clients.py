@@ -1,7 +1,7 @@
-"""Clients of a soak: random, impolite requests in every dialect.
+"""Random, impolite requests in every dialect, each with the answers allowed for it.
 
-Each answer must be allowed for its request. Careful clients own an agent and track its confirmed saves. Only sharers
-may get residual answers, if the server permits them.
+Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers, if the server permits
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ NUM_SHARED_AGENTS = 12
 NUM_FORKS = 24
 ENDLESS = 20_000  # tokens; the client disconnects, and the server must notice
 
-# (status, code) that a busy server may return.
 _BUSY = {(503, "overloaded"), (503, "out_of_memory"), (504, "request_timeout")}
 _GONE = {(404, "agent_not_found")}
 _TAKEN = {(409, "conflict")}
@@ -61,14 +60,14 @@ def words(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Sharing is `allowed` if `--max-divergence` is above 0."""
+    """`allowed` if `--max-divergence` is above 0."""
 
     adapters: tuple[str, ...]
     allowed: bool
 
 
 class Client:
-    """One client; `careful` clients use only their own agent.
+    """One client; `careful` ones use only their own agent.
 
     `killed` is set before the server is killed; later HTTP errors are ignored.
     """
@@ -94,7 +93,6 @@ class Client:
         self._killed = killed
 
     async def run(self, pause: float) -> None:
-        """Act until cancelled, with pauses of `pause` seconds on average."""
         while True:
             sharing = self._sharing is not None and self._rng.random() < 0.8
             action = self._careful_turn if self._careful else self._residual if sharing else self._choose()

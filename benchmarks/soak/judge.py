@@ -1,8 +1,7 @@
-"""Check what a soak left by computing it again on a quiet server: sampled greedy answers, and blocks on disk.
+"""Judges sampled greedy answers, and blocks on disk, by computing them again on a quiet server.
 
-4-bit rounding depends on how a prompt was cut and batched, which may change a token. So other cuts are tried if the
-prompt in one piece does not explain an answer. Vectors of blocks differ by up to 0.17 of their length on the embedded
-model, those of another token by more than half.
+4-bit rounding depends on how a prompt was cut and batched, which may change a token: so other cuts are tried. Vectors
+of blocks differ by up to 0.17 of their length on the embedded model, those of another token by more than half.
 """
 
 from __future__ import annotations
@@ -25,22 +24,19 @@ from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 from benchmarks.soak.watch import Sample
 
-NEARLY = 0.1  # allowed gap in log probability to the likeliest token
+NEARLY = 0.1  # gap in log probability to the likeliest token
 MAX_WAYS = 64  # to cut a prompt
 _MAX_CUTS = 6
 _TOP = 20
 Ask = Callable[[Mapping[str, Any]], Any]  # sends a body to /v1/completions
-ALIKE = 0.5  # allowed difference, relative to a vector's length
+ALIKE = 0.5  # difference relative to a vector's length
 _VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one answer.
-
-    Args:
-        gap: largest gap in log probability to the likeliest token, with the prompt in one piece.
-        smallest_gap: the same for the best of `ways` cuts.
+    """Largest gap in log probability to the likeliest token: with the prompt in one piece, and of the best of `ways`
+    cuts.
     """
 
     gap: float
@@ -79,7 +75,7 @@ class Judge:
 
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
         self._num_salts += 1
-        # A new salt prevents reuse of cached blocks.
+        # No reuse of cached blocks.
         cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}
         ids = [*sample.prompt_token_ids, *sample.token_ids]
         for cut in self._cuts(len(sample.prompt_token_ids)):
@@ -111,7 +107,7 @@ def recompute(cache_dir: Path, quiet: Client) -> int:
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
         if manifest.base.num_saved:
-            # One agent per lineage, so that the server drops none.
+            # One agent per lineage: the server drops none.
             agent = path.stem.replace("~", ".")
             quiet.cache_prompt(_saved_tokens(path, manifest, manifest.base), agent=agent)
             count += 1
@@ -129,9 +125,7 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """By key, the largest distance of a block's vector from that in `quiet_dir`, relative to its length; infinity if
-    missing.
-    """
+    """By key, a block's largest relative distance from that in `quiet_dir`; infinity if missing."""
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}
 
@@ -141,14 +135,14 @@ def _difference(path: Path, other: Path) -> float:
         return float("inf")
     vectors, others = load_file(path), load_file(other)
     residual = sorted(name for name in vectors if name.startswith("residual."))
-    if residual:  # short vectors: relative to the usual length of their neighbours
+    if residual:  # short vectors: relative to their neighbours' usual length
         return max(_apart(vectors[name].astype(np.float32), others[name].astype(np.float32)) for name in residual)
     pairs = zip(_vectors(vectors), _vectors(others), strict=True)
     return max(float(np.max(_norms(one - two) / np.maximum(_norms(two), 1e-6))) for one, two in pairs)
 
 
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
-    """Yield [H_kv, k, D] of each layer and side."""
+    """[H_kv, k, D] of each layer and side."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
         data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
         group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]

@@ -1,6 +1,6 @@
 """A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks.
 
-Nothing may leak. Sampled answers must be right, `/health` fast, budgets kept, and files intact, also after the SIGKILL.
+Nothing may leak; sampled answers must be right, `/health` fast, budgets kept, and files intact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.soak.judge import ALIKE, Judge, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
 
 PATIENCE = 600.0  # seconds per answer
-QUIET_SECONDS = 100.0  # longer than the server keeps idle connections
+QUIET_SECONDS = 100.0  # the server keeps idle connections for less
 HEALTH_MS = 200.0
 WARM_SECONDS = 60.0  # seconds of load in which memory may grow
 SAMPLE_EVERY = 1.0
@@ -42,14 +42,7 @@ GROWTH = 1.05
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """Parameters.
-
-    Args:
-        seconds: load before and after the SIGKILL together.
-        careful, sharers: clients that check their own agents, and that request residual answers.
-        pause: mean seconds between a client's actions.
-        checked: answers for the judge.
-    """
+    """Parameters. `seconds` is all load, `pause` the mean seconds between a client's actions."""
 
     model: str | None = None
     seconds: float = 150.0
@@ -73,8 +66,6 @@ class SoakPlan:
 
 @dataclass
 class SoakReport:
-    """`failures` is empty on success."""
-
     failures: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     health_ms: list[float] = field(default_factory=list)
@@ -113,8 +104,6 @@ _Half = Callable[[ServerProcess, float], Awaitable[bool]]  # returns whether it 
 
 
 class Soak:
-    """Works in its own folder; call `run` once."""
-
     def __init__(self, plan: SoakPlan, folder: Path) -> None:
         self._plan = plan
         self._folder = folder
@@ -297,7 +286,7 @@ class Soak:
 
 
 async def _yield_the_processor() -> None:
-    """Clients on the server's cores would dominate the times. Works on Linux only."""
+    """Clients on the server's cores would dominate the times. Linux only."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Sample:
-    """A complete greedy answer; `adapter` if it was residual, None for base."""
+    """A complete greedy answer; `adapter` is None for base."""
 
     dialect: str
     prompt_token_ids: tuple[int, ...]
@@ -74,7 +74,7 @@ class Health:
 
 
 class HealthWatch:
-    """Polls in a separate process, because the load's own is busy; `seen` is set on exit."""
+    """Polls in another process, because the load's is busy; `seen` is set on exit."""
 
     seen: Health
 
@@ -82,7 +82,7 @@ class HealthWatch:
         self._command = [sys.executable, "-m", __name__, str(port)]
 
     def __enter__(self) -> HealthWatch:
-        # A new session: Ctrl-C must not end it before the parent gets the results.
+        # Ctrl-C must not end it before its results are read.
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -94,7 +94,6 @@ class HealthWatch:
 
 
 def watch(port: int) -> Health:
-    """Poll until stdin closes."""
     late: list[float] = []
     threading.Thread(target=_sleep_again_and_again, args=(late,), daemon=True).start()
     _run_at_once()
@@ -116,8 +115,8 @@ def watch(port: int) -> Health:
 
 
 def _run_at_once() -> None:
-    """Real-time priority if permitted, so that latencies exclude this thread's wake-up delay."""
-    with suppress(AttributeError, PermissionError):  # Linux only, and for a privileged user
+    """Real-time priority if permitted: latencies then exclude this thread's wake-up delay."""
+    with suppress(AttributeError, PermissionError):  # Linux, for a privileged user
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
@@ -130,9 +129,8 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's metrics; `at` is `time.monotonic`.
-
-    `open_files` includes one per child process. `accounts` of the RAM ledger are by (name, state).
+    """The server's metrics; `at` is `time.monotonic`. `open_files` includes one per child process; `accounts` of the
+    RAM ledger are by (name, state).
     """
 
     at: float
@@ -185,7 +183,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
 
 
 def _num_children(pid: int) -> int:
-    """Return 0 without /proc, where open files are unknown too."""
+    """0 without /proc, where open files are unknown too."""
     count = 0
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # an ended thread; its children move to another one
