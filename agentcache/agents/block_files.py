@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Pins:
     """Thread-safe pins that keep files of lineages in use, and blocks of unsaved turns, on disk.
 
-    The engine thread pins. The writer thread unpins a finished job's blocks, and pins lineages read again.
+    The engine thread pins; the writer thread unpins a finished job's blocks, and pins lineages read again.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Pins:
         self._lock = threading.Lock()
 
     def pin_lineage(self, name: str) -> None:
-        """Pin a lineage, which need not exist yet."""
+        """The lineage need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 
@@ -85,7 +85,7 @@ def subtract(counts: Counter[T], names: Iterable[T]) -> None:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """Names of these blocks' files, one per cache group."""
+    """One per block and cache group."""
     return [name for block in blocks for name in block.names]
 
 
@@ -115,7 +115,7 @@ class BlockFiles:
         )
 
     def key(self, name: BlockName) -> str:
-        """Return the key of a block's file. A group that the cache lacks gets a key without a file."""
+        """A group that the cache lacks gets a key without a file."""
         names = self._group_names[name.cache]
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 

@@ -52,14 +52,9 @@ class Arenas(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KeptCache:
-    """One cache in RAM.
+    """One cache in RAM."""
 
-    Args:
-        name: `base`, or `keys.residual_cache` of an adapter.
-        prefix: index of its blocks in RAM and on disk.
-    """
-
-    name: str
+    name: str  # `base`, or `keys.residual_cache` of an adapter
     spec: CacheSpec
     prefix: PrefixCache
     arenas: Arenas
@@ -104,7 +99,7 @@ class KeptCaches:
         return list(self._further.values())
 
     def find(self, name: str) -> KeptCache | None:
-        """Return a cache; None if not open, as when its adapter is not loaded."""
+        """None if not open, as when its adapter is not loaded."""
         return self.base if name == BASE_CACHE else self._further.get(name)
 
     def get(self, name: str) -> KeptCache:
@@ -129,7 +124,7 @@ class KeptCaches:
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
 
     def ids_of(self, record: AgentRecord) -> Sequence[int]:
-        """Return the lineage's token ids; without its transcript in RAM, only those of saved blocks."""
+        """Without the transcript in RAM, only those of saved blocks."""
         if record.transcript.is_in_ram:
             return record.transcript.ids
         ids, tree = array("I"), self.base.prefix.tree
@@ -145,7 +140,6 @@ class KeptCaches:
         self._further[cache.name] = cache
 
     def close(self, name: str) -> None:
-        """Remove a cache from RAM; its files stay."""
         closed = self._further.pop(name)
         self._evicted_from_closed += closed.prefix.slots.evicted_blocks
 
@@ -161,10 +155,7 @@ Has = Callable[[BlockName], bool]  # whether the block has a file
 
 
 def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> list[AgentRecord]:
-    """Load and index the store's lineages at start; transcripts stay within their RAM budget.
-
-    Returns the readable lineages of unavailable agents. `max_lineages` applies per agent.
-    """
+    """Load and index the store's lineages at start; return the readable ones of unavailable agents."""
     files = BlockFiles(store)
 
     def take(record: AgentRecord) -> None:

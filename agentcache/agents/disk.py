@@ -1,7 +1,6 @@
-"""Owns the cache folder while serving: no other component writes or deletes agents and blocks.
+"""Writes and deletes agents and blocks while serving; no other component does.
 
-Jobs run one at a time on the writer thread. So a manifest is written after its blocks, and nothing changes between a
-check and the write.
+Jobs run one at a time on the writer thread, so that nothing changes between a check and the write.
 """
 
 from __future__ import annotations
@@ -34,35 +33,23 @@ _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 16, 1536
 
 @dataclass(frozen=True)
 class SavedTurn:
-    """A lineage to be saved.
-
-    Args:
-        needed: blocks that must be on disk before the manifest.
-        held: pinned blocks, unpinned after the job.
-    """
+    """A lineage to be saved."""
 
     record: AgentRecord
-    needed: Sequence[BlockName] = ()
+    needed: Sequence[BlockName] = ()  # must be on disk before the manifest
     writes: Sequence[BlockWrite] = ()
-    held: Sequence[BlockName] = ()
+    held: Sequence[BlockName] = ()  # pinned; unpinned after the job
 
 
 @dataclass
 class Committed:
-    """Outcome of a job.
+    """Outcome of a job."""
 
-    Attributes:
-        written: whether the job's blocks were written; some may be in `deleted`.
-        lost: named blocks are gone and nothing was saved; a retry may succeed.
-        deleted: unneeded blocks; their files are gone after `clean_up`.
-        reduced, removed: lineages that lost blocks, or were deleted, for room.
-    """
-
-    written: bool = False
-    lost: bool = False
-    deleted: list[BlockName] = field(default_factory=list)
-    reduced: list[Reduced] = field(default_factory=list)
-    removed: list[AgentRecord] = field(default_factory=list)
+    written: bool = False  # the job's blocks; some may be in `deleted`
+    lost: bool = False  # named blocks are gone and nothing was saved; a retry may succeed
+    deleted: list[BlockName] = field(default_factory=list)  # unneeded; their files are gone after `clean_up`
+    reduced: list[Reduced] = field(default_factory=list)  # lineages that lost blocks for room
+    removed: list[AgentRecord] = field(default_factory=list)  # lineages deleted for room
     num_bytes: int = 0
     error: str | None = None
 
@@ -89,12 +76,9 @@ def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], Non
 
 
 class Disk:
-    """Writes and deletes the files of agents, by jobs.
+    """Jobs that write and delete the files of agents; `is_open` tells whether a cache is in RAM.
 
     Writer thread only, except `files`, `room.needs` and `room.fits`.
-
-    Args:
-        is_open: whether a cache is in RAM; files of closed caches are unusable now.
     """
 
     def __init__(
@@ -217,7 +201,7 @@ class Disk:
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Run a job; exceptions become part of the outcome. `written` is deleted if unneeded."""
+        """Exceptions become part of the outcome. `written` is deleted if unneeded."""
         done = Committed()
         try:
             with self._store.visit():
@@ -254,7 +238,7 @@ class Disk:
 
 
 class DiskRoom:
-    """Durable lineages, and the room that they leave: evicts files for new ones. Writer thread only."""
+    """Durable lineages; evicts files for new ones. Writer thread only."""
 
     def __init__(self, store: Store, files: BlockFiles, pins: Pins, is_open: Callable[[str], bool]) -> None:
         self._store = store
@@ -295,7 +279,7 @@ class DiskRoom:
                     raise
 
     def could_hold(self, num_bytes: int) -> bool:
-        """Whether the budget can hold that much more after every permitted eviction."""
+        """As `fits`, for that many more bytes."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self._files.bytes_of(self._lineages.protected_blocks())
@@ -311,7 +295,7 @@ class DiskRoom:
         return True
 
     def put(self, record: AgentRecord) -> list[BlockName]:
-        """Add or replace a durable lineage; returns the blocks that only the old version named."""
+        """As `DurableLineages.put`."""
         self._files.learn_names(record)
         return self._lineages.put(record)
 
@@ -323,7 +307,6 @@ class DiskRoom:
         self.delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        """Delete the files of unneeded blocks."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
             self._store.delete_blocks(map(self._files.key, unneeded), for_room=for_room)
@@ -352,7 +335,7 @@ class DiskRoom:
         return True
 
     def _drop_stalest(self, done: Committed) -> bool:
-        """Evict one step by priority; False if nothing is left.
+        """Evict one step; False if nothing is left.
 
         Order: blocks that only damaged files name, residuals of unloaded adapters, then a lineage of any model. An
         agent's longest lineage, and unreadable ones, keep their transcripts.

@@ -60,7 +60,7 @@ def is_wanted(node: Node, index: int) -> bool:
 class DiskJobs:
     """Queues jobs for the writer thread, and applies their outcomes to the trees and the agent table.
 
-    Engine thread only; `post`, which may be called from any thread, brings outcomes back to it.
+    Engine thread only; `post`, callable from any thread, brings outcomes back to it.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class DiskJobs:
         finished.result()
 
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
-        """Apply a job's writes, evictions and deletions in RAM."""
         for target in targets:
             if outcome.written:
                 target.cache.prefix.mark_stored(target.node, target.group)
@@ -157,9 +156,9 @@ class DiskJobs:
             cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
 
     def _forget(self, name: BlockName) -> None:
-        """Note that a file is gone. Evict a tail (partly filled block) that has a longer replacement.
+        """Evict a tail (partly filled block) that has a longer replacement.
 
-        Other tails only expire, since the next request may use an earlier adapter.
+        Other tails only expire: the next request may use an earlier adapter.
         """
         cache = self._caches.find(name.cache)
         node = None if cache is None else cache.prefix.tree.node(name.chain)

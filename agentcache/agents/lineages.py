@@ -1,7 +1,6 @@
 """Matches prompts to an agent's lineages, and ranks lineages for eviction.
 
-An agent is a client session with several conversations (lineages): the main one, subagents, title requests, and
-branches left by edits or regenerations.
+Lineages are the conversations of a client session: the main one, subagents, titles, and branches left by edits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from agentcache.store.manifest import AgentRecord
 
 log = logging.getLogger("agentcache.lineages")
 
-# After an omission, this many characters must match; at the transcript's end fewer suffice. Then the limit of
-# omissions.
+# Characters that must match after an omission, fewer at the transcript's end; most omissions.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
@@ -53,19 +51,13 @@ def _content_of(transcript: Transcript) -> TranscriptContent | None:
 
 @dataclass(frozen=True)
 class PlainPrompt:
-    """A prompt before it is matched.
+    """A prompt before it is matched."""
 
-    Args:
-        content: marked text, or token ids.
-        retells: transcripts that it continues, perhaps reworded.
-        read: compared transcripts, kept in RAM.
-    """
-
-    content: str | array[int]
-    retells: tuple[Transcript, ...] = ()
+    content: str | array[int]  # marked text, or token ids
+    retells: tuple[Transcript, ...] = ()  # transcripts that it continues, perhaps reworded
     volatile: Volatile | None = None
     notes: tuple[str, ...] = ()
-    read: ReadTranscripts | None = field(default=None, compare=False, repr=False)
+    read: ReadTranscripts | None = field(default=None, compare=False, repr=False)  # those compared, kept in RAM
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:
         return transcript.text if isinstance(self.content, str) else transcript.ids
@@ -176,7 +168,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 
 
 def eviction_priority(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
-    """Eviction priority: seconds since last use, times the agent's largest unshared size over the lineage's.
+    """Seconds since last use, times the agent's largest unshared size over the lineage's.
 
     Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`table.time_after`).
     """

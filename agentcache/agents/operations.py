@@ -28,7 +28,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class AgentOperations:
-    """Operations on idle agents. Engine thread only."""
+    """Operations on idle agents; unknown ones raise NotFound. Engine thread only."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class AgentOperations:
         ]
 
     def info(self, agent_id: str) -> AgentInfo:
-        """Describe an agent. Raises NotFound."""
         lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
         prefixes = {each.name: self._caches.prefix_of(each) for each in lineages}
         longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
@@ -103,7 +102,6 @@ class AgentOperations:
     def create(
         self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
     ) -> None:
-        """Create an empty agent, durably. Raises InvalidRequest, Conflict."""
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
@@ -111,7 +109,6 @@ class AgentOperations:
         self._persistence.unavailable.look_again(agent_id, lambda: done(None))
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Import an agent, durably. Raises Conflict, ArchiveRejected."""
         self._agents.new(archive.agent_id)
         self._persistence.bring_in(archive, done)
 
@@ -124,10 +121,7 @@ class AgentOperations:
         adapter: str | None = None,
         policy: str | None = None,
     ) -> None:
-        """Copy an agent's lineages (or one) durably, sharing all blocks; with another adapter, base's only.
-
-        Raises NotFound, Conflict.
-        """
+        """Copy an agent's lineages, or one, sharing all blocks; with another adapter, base's only."""
         sources = [record.name for record in self._agents.lineages(agent_id, lineage)]
         copies = [
             _set_to(self._as_far_as_saved(copy), adapter, policy)
@@ -163,7 +157,7 @@ class AgentOperations:
         return cut_residuals(record, self._caches.namespace)
 
     def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Delete an agent, or one lineage, except blocks that another lineage names. Raises NotFound.
+        """Delete an agent, or one lineage, except blocks that another lineage names.
 
         An agent's only lineage, if named, is emptied instead.
         """
@@ -176,7 +170,7 @@ class AgentOperations:
                 self._persistence.delete_lineage(record, deleted)
 
     def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Write unsaved data after a failed save. Raises NotFound."""
+        """Write unsaved data after a failed save."""
         records = self._agents.lineages(agent_id, lineage)
         saved_all = when_all(len(records), done)
 
@@ -215,7 +209,7 @@ class AgentOperations:
     def restore(
         self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
     ) -> None:
-        """Load an agent's or lineage's blocks into RAM, the longest lineage last. Raises NotFound."""
+        """Load an agent's or lineage's blocks into RAM, the longest lineage last."""
         started, restored_bytes = time.perf_counter(), 0
         lineages = sorted(
             self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True
@@ -316,7 +310,7 @@ class Eviction:
     ) -> None:
         """Free an agent's or lineage's RAM of one `kind` (None for all), except unsaved blocks and those being read.
 
-        Includes unneeded tails after its blocks, which would keep those in RAM. Raises NotFound.
+        Includes unneeded tails after its blocks: they would keep those in RAM.
         """
         known = self._agents.lineages(agent_id, lineage)
         blocks = blocks_of(known)
@@ -334,7 +328,7 @@ class Eviction:
         self._persistence.jobs.when_finished(evict)
 
     def evict_unread(self, share: float) -> int:
-        """Evict a share of the unread saved blocks, least recently used first; returns their number."""
+        """Evict a share of the unread saved blocks, least recently used first; return their number."""
         unsaved = self._unsaved()
         return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
 
@@ -347,7 +341,7 @@ class Eviction:
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
     def evict_snapshots(self, share: float) -> int:
-        """Evict a share of the unpinned checkpoints, least recently used first; returns their number.
+        """Evict a share of the unpinned checkpoints, least recently used first; return their number.
 
         A lineage's last checkpoint stays until it is on disk; its write starts here.
         """

@@ -35,11 +35,8 @@ T = TypeVar("T")
 class Persistence:
     """Saves, imports and deletes lineages through disk jobs. Engine thread only.
 
-    Args:
-        post: schedules a callback on the engine thread; callable from any thread.
-        max_lineages: limit per agent; those in `shared` have at least `SHARED_LINEAGES`.
-        first_thought, unsaved: as in `SavedSnapshots`.
-        set_aside: as in `UnavailableAgents`.
+    `post` schedules a callback on the engine thread, from any thread. `max_lineages` is per agent, and at least
+    `SHARED_LINEAGES` for those in `shared`.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Persistence:
         self._caches.close(name)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[PathBlock]:
-        """Return base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
+        """As `lay_out`, for base."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
@@ -194,14 +191,10 @@ class Persistence:
         self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), finish=finish)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork)."""
         self.turns.write_record(record, done)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Save an imported agent with an unused id, then add it to the table.
-
-        Raises ArchiveRejected: its residuals have other cache groups than here.
-        """
+        """Save an imported agent, then add it to the table. Raises ArchiveRejected for other groups of residuals."""
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
         archive.records = tuple(self._agents.as_used_now(archive.records))
@@ -224,7 +217,7 @@ class Persistence:
     def keep_bound(self, latest: AgentRecord) -> None:
         """Delete idle lineages while the agent has too many.
 
-        `latest` was used last. It stays, or if unsaved, is deleted instead of a saved one.
+        `latest` was used last. It stays or, if unsaved, is deleted instead of a saved one.
         """
         bound = self._max_lineages
         if latest.id in self._shared:
@@ -239,7 +232,6 @@ class Persistence:
             self.delete_lineage(surplus, partial(_note_removal, surplus))
 
     def empty_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Replace a lineage by one without blocks. RAM keeps the old ones."""
         known = self._agents.find(record.name) or record
         self._agents.put(record)
         self.jobs.submit(partial(self._disk.empty, record), finish=partial(self._removed, known, done))
@@ -259,10 +251,9 @@ class Persistence:
 
 
 class UnavailableAgents:
-    """Agents with unreadable files: looks at them again when asked for. Engine thread only.
+    """Agents with unreadable files. Engine thread only.
 
-    Args:
-        set_aside: their readable lineages, pinned here and left unchanged.
+    `set_aside`: their readable lineages, pinned here and left unchanged.
     """
 
     def __init__(
@@ -282,8 +273,8 @@ class UnavailableAgents:
         self._disk = disk
         self._jobs = jobs
         self._set_aside = list(set_aside)
-        self._looked_at: dict[str, float] = {}  # when an agent's files were last read
-        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for such a read, by agent
+        self._looked_at: dict[str, float] = {}  # when files were last read, by agent
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for it, by agent
         for record in set_aside:
             pins.pin_lineage(record.name)
 
@@ -335,7 +326,7 @@ class UnavailableAgents:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """No request waits for a removal. If it fails, the lineage reappears after a restart."""
+    """After a failed removal, the lineage reappears at the next start."""
     if saved.error is not None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 

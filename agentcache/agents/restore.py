@@ -1,8 +1,7 @@
-"""Restores blocks from disk into RAM. Only verified blocks are published.
+"""Restores verified blocks from disk into RAM.
 
-While no request computes, the readers and the engine thread read full blocks into their slots (`ReadsInPlace`), so
-that each byte is moved once. Otherwise blocks go through buffers (`BufferedReads`). So do partly filled blocks, and all
-blocks if the host cannot write device memory.
+While no request computes, full blocks are read into their slots (`ReadsInPlace`), so that each byte is moved once.
+Otherwise, if partly filled, or if the host cannot write device memory, blocks go through buffers (`BufferedReads`).
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
 
-# For the reads during one step and the copies before the next. Reused last in, first out, to stay in the processor's
-# caches.
+# For the reads and copies of one step. Reused last in, first out, to stay in the processor's caches.
 _BUFFERS_BYTES = 64 << 20
 _BATCH_BLOCKS = 16
-# All buffers fit a processor's caches. Where blocks are uploaded, fewer and larger transfers are better.
+# All buffers fit the processor's caches. For uploads, fewer and larger transfers are better.
 _BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
 
 _AHEAD = 2  # queued jobs per reader before the engine thread reads one
@@ -120,9 +118,9 @@ class _Batch:
 
 
 class BufferedReads:
-    """Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps.
+    """Reads blocks into a fixed set of buffers while the engine computes; copies them to slots between steps.
 
-    Engine thread only, unless noted. `base` sets the buffer size.
+    Engine thread only, unless noted.
     """
 
     def __init__(
@@ -210,7 +208,7 @@ class BufferedReads:
         ]
 
     def _hand_over(self, batch: _Batch, buffer: Array, future: Future[list[Read]]) -> None:
-        """Runs on a reader thread, or on the submitting one if the read has already finished."""
+        """On a reader thread, or on the submitting one if the read has already finished."""
         with self._lock:
             self._begun -= 1
             self._begin_reads()
@@ -248,10 +246,7 @@ class Job:
 
 
 class ReadsInPlace:
-    """Runs read jobs while the engine thread does nothing else. `count`: threads of `readers`.
-
-    The engine thread reads and verifies as the readers do. It alone chooses the next block.
-    """
+    """Runs read jobs on `count` threads of `readers` and on the engine thread, which chooses the next block."""
 
     def __init__(self, store: Store, readers: Executor, count: int) -> None:
         self._store = store
@@ -262,9 +257,9 @@ class ReadsInPlace:
         self._buffers: list[RestBuffer] = []  # free ones, likely in the processor's caches
 
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
-        """Carry out jobs, taken lazily, on this thread and the readers.
+        """Carry out jobs, taken lazily. Failed blocks count as missing.
 
-        Afterwards no thread touches their places. Failed blocks count as missing.
+        Afterwards no thread touches the jobs' places.
         """
         self._ended = []
         readers: list[Future[None]] = []
@@ -295,7 +290,7 @@ class ReadsInPlace:
         return False
 
     def _read_all(self) -> None:
-        """Runs on a reader thread."""
+        """On a reader thread."""
         with self._store.blocks.reader() as blocks:
             while (job := self._due.get()) is not None:
                 self._read(blocks, job)
@@ -337,9 +332,7 @@ class ReadsInPlace:
 class Restorer:
     """Carries out the `loads` of block tables. Engine thread only.
 
-    Args:
-        is_idle: whether no request computes.
-        is_awaited: whether the engine thread has messages.
+    `is_idle`: no request computes. `is_awaited`: the engine thread has messages.
     """
 
     def __init__(
@@ -376,7 +369,7 @@ class Restorer:
         self._readers.shutdown(wait=True)
 
     def restore(self, sequence: BlockTables, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
-        """Load a sequence's blocks into RAM. `done` gets the outcome later, even if the sequence has ended."""
+        """Load a sequence's blocks into RAM. `done` gets the outcome, even if the sequence has ended by then."""
         kept, loads = self._caches.get(cache), sorted(sequence.loads, key=lambda load: load.group)
         restore = Restoring(kept, sequence, done, blocks_due=len(loads))
         self.buffered.read(restore, [load for load in loads if not load.node.is_full])
@@ -417,7 +410,7 @@ class Restorer:
         return bool(others or ended)
 
     def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:
-        """Called before readers start: MLX releases the GIL per tensor and would wait to get it back."""
+        """Before readers start: MLX releases the GIL per tensor and would wait to get it back."""
         awaited = ((restore.cache, load) for restore, load in self._whole if not restore.sequence.closed)
         due = {(cache.name, load.group): cache for cache, load in awaited}
         return {(name, group): cache.arenas.memory(group) for (name, group), cache in due.items()}

@@ -33,9 +33,9 @@ def transcript_budget(ram_budget: int) -> int:
 
 
 class ResidentTranscripts:
-    """Keeps recently used transcripts in RAM, within a budget. Engine thread only.
+    """Keeps recently used transcripts in RAM, within a budget; unsaved ones stay. Engine thread only.
 
-    Unsaved transcripts stay. Requests own the copies of evicted ones that they read.
+    Requests own the copies of evicted ones that they read.
     """
 
     def __init__(self, ledger: Ledger, budget: int) -> None:
@@ -113,19 +113,18 @@ class Agents:
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """Return the agent's lineages; empty if unknown. Raises AgentUnavailable."""
+        """Empty if unknown. Raises AgentUnavailable."""
         if agent_id is None:
             return ()
         self.require_available(agent_id)
         return self._lineages.get(agent_id, ())
 
     def require_available(self, agent_id: str, param: str = "agent") -> None:
-        """Raise AgentUnavailable if some of the agent's files are unreadable."""
         if (reason := self.unavailable.get(agent_id)) is not None:
             raise AgentUnavailable(agent_id, reason, param=param)
 
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
-        """Return the agent's lineages, or the one with this id. Raises NotFound, AgentUnavailable."""
+        """Raises NotFound, AgentUnavailable."""
         found = self.known(agent_id)
         if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
@@ -165,7 +164,7 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def remove(self, record: AgentRecord) -> None:
-        """Remove a lineage, and its agent with the last one. Raises NotFound."""
+        """Remove a lineage, and its agent with the last one."""
         (known,) = self.lineages(record.id, record.lineage)
         left = tuple(other for other in self._lineages[record.id] if other is not known)
         if left:
@@ -181,9 +180,7 @@ class Lineages(Agents):
 class AgentTable(Lineages):
     """The agents as of their last turns, saved or not. Engine thread only; other threads get a `view`.
 
-    Args:
-        transcripts: None keeps all in RAM.
-        must_stay: names of lineages whose transcript the engine thread needs.
+    `transcripts`: None keeps all in RAM. `must_stay`: lineages whose transcript the engine thread needs.
     """
 
     def __init__(
@@ -215,7 +212,7 @@ class AgentTable(Lineages):
             self._transcripts.forget(record.name)
 
     def set_aside(self, unavailable: Mapping[str, str]) -> list[AgentRecord]:
-        """Make agents unavailable, with reasons by id; returns their lineages."""
+        """Make agents unavailable, with reasons by id; return their lineages."""
         lineages = [record for record in self if record.id in unavailable]
         for record in lineages:
             self.remove(record)
@@ -253,7 +250,7 @@ class AgentTable(Lineages):
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
-        """A lineage without a transcript for an unused id. Not added to the table.
+        """Return an empty lineage for an unused id, not added to the table.
 
         Raises InvalidRequest, AgentUnavailable, Conflict, which name `param`.
         """
@@ -285,10 +282,7 @@ class AgentTable(Lineages):
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str) -> AgentRecord:
-        """An empty unpinned lineage: an existing one, a new one, or a new agent's first.
-
-        Not added to the table. Raises as `new`.
-        """
+        """Return an empty unpinned lineage: an existing one, a new one, or a new agent's first. Raises as `new`."""
         if agent_id not in self._lineages:
             blank = self.new(agent_id, param="agent")
             return self._renamed(blank) if self._pins.has_lineage(blank.name) else blank
@@ -302,7 +296,7 @@ class AgentTable(Lineages):
         return replace(record, lineage=secrets.token_hex(4))
 
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
-        """Copies under a new id, as if used now. Not added to the table. Raises NotFound, Conflict."""
+        """Return copies under a new id, as if used now; not added to the table. Raises NotFound, Conflict."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
         return [
             replace(
@@ -342,7 +336,7 @@ class Reduced:
 
 
 class DurableLineages:
-    """Durable lineages, reference counts of their blocks, and the order of eviction. Does not touch files.
+    """Durable lineages, reference counts of their blocks, and the order of eviction. Touches no files.
 
     Writer thread only, except `is_named`.
     """
@@ -361,13 +355,13 @@ class DurableLineages:
         return self._references[name] > 0
 
     def put(self, record: AgentRecord) -> list[BlockName]:
-        """Add or replace a lineage; returns the blocks that only the old version named."""
+        """Add or replace a lineage; return the blocks that only the old version named."""
         known = self._lineages.find(record.name)
         self._lineages.put(record)
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Remove a lineage; returns the blocks that it named."""
+        """Return the blocks that the lineage named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -406,7 +400,7 @@ class DurableLineages:
     def first_with_orphans(self) -> Reduced | None:
         """The least recently used unpinned lineage with residuals of unloaded adapters.
 
-        They stay while there is room: the adapter may be loaded again.
+        They stay while there is room: the adapter may return.
         """
         reduced = (
             Reduced(record, self._with_open_residuals(record))
@@ -433,5 +427,5 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name, including checkpoints."""
+    """All blocks that these lineages name, with checkpoints."""
     return {block for record in records for block in record.held}

@@ -1,10 +1,4 @@
-"""A turn's way to the disk.
-
-WRITE ─→ DONE                  blocks and manifest are on disk
-  ├────→ RETRY ─→ WRITE        another program removed files whose blocks are in RAM
-  ├────→ WITHOUT_RESIDUALS ─→ WRITE    their blocks are not in RAM; without them, the turn may be saved
-  └────→ FAILED                the agent's files are as before the turn
-"""
+"""A turn's way to the disk; docs/structure.md has its states."""
 
 from __future__ import annotations
 
@@ -39,17 +33,12 @@ MOST_TRIES = 5  # of saving a turn whose blocks disappear
 
 @dataclass(frozen=True)
 class CacheTurn:
-    """A turn's blocks in one cache: base's, or the residuals of one adapter.
-
-    Args:
-        blocks: all of the lineage's, in the order of `spans`.
-        early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
-    """
+    """A turn's blocks in one cache: base's, or the residuals of one adapter."""
 
     cache: str
     num_tokens: int
-    blocks: Sequence[PathBlock]
-    early: Sequence[PathBlock] = ()
+    blocks: Sequence[PathBlock]  # all of the lineage's, in the order of `spans`
+    early: Sequence[PathBlock] = ()  # passed to `Persistence.save_blocks`, perhaps including surplus ones
 
     @property
     def early_names(self) -> list[BlockName]:
@@ -58,7 +47,7 @@ class CacheTurn:
 
 @dataclass(frozen=True)
 class CachePart:
-    """The blocks of a `CacheTurn` that is written, in its cache."""
+    """A `CacheTurn` that is written."""
 
     cache: KeptCache
     blocks: Sequence[PathBlock]
@@ -100,24 +89,17 @@ class WriteState(Enum):
 
 @dataclass(eq=False)
 class TurnWrite:
-    """A turn being saved. Only `take` and `begin` change its state. Engine thread only.
-
-    Attributes:
-        parts: base's, then one per adapter with residuals.
-        before: lineage in the table before the turn, if any.
-        counted_on: pinned blocks that the turn adds to the lineage; `held` has the early ones, too.
-        num_bytes: written by all tries.
-    """
+    """A turn being saved. Only `take` and `begin` change its state. Engine thread only."""
 
     record: AgentRecord
-    parts: list[CachePart]
-    before: AgentRecord | None
-    counted_on: Sequence[BlockName]
-    held: Sequence[BlockName]
+    parts: list[CachePart]  # base's, then one per adapter with residuals
+    before: AgentRecord | None  # in the table before the turn
+    counted_on: Sequence[BlockName]  # pinned blocks that the turn adds to the lineage
+    held: Sequence[BlockName]  # with the early ones, too
     done: Callable[[Saved], None]
     state: WriteState = WriteState.WRITE
     tries: int = 0
-    num_bytes: int = 0
+    num_bytes: int = 0  # written by all tries
     error: str | None = None
 
     @property
@@ -135,7 +117,6 @@ class TurnWrite:
         self.tries += 1
 
     def take(self, outcome: Committed) -> None:
-        """Move to the state that follows a job's outcome."""
         self.num_bytes += outcome.num_bytes
         if not outcome.lost:
             self.state = WriteState.DONE if outcome.error is None else WriteState.FAILED
@@ -165,7 +146,7 @@ class TurnWriter:
         self.failures = 0
 
     def write(self, record: AgentRecord, turns: Sequence[CacheTurn], done: Callable[[Saved], None]) -> None:
-        """Make a turn durable: its blocks, then the manifest. A failed turn leaves no file.
+        """Make a turn durable (`Disk.commit`).
 
         Residuals that do not fit, or are lost, are left out. Those of adapters without a turn stay.
         """
@@ -194,7 +175,6 @@ class TurnWriter:
             raise
 
     def _undo(self, write: TurnWrite) -> None:
-        """Forget a turn that no job saves."""
         self._pins.let_lineage_go(write.record.name)
         self._pins.let_blocks_go(write.counted_on)
         self._agents.remove(write.record) if write.before is None else self._agents.put(write.before)
@@ -271,10 +251,8 @@ class UnsavedCheckpoint:
 class SavedSnapshots:
     """Selects checkpoints to save, and tracks lineages whose last one is only in RAM. Engine thread only.
 
-    Args:
-        fits: as `DiskRoom.fits`.
-        first_thought: tokens before the first thought, which a chat template may omit later.
-        unsaved: checkpoints by lineage, oldest first. Written here only.
+    `first_thought`: tokens before the first thought, which a chat template may omit later.
+    `unsaved`: by lineage, oldest first; written here only.
     """
 
     def __init__(
@@ -294,10 +272,8 @@ class SavedSnapshots:
     def choose(self, record: AgentRecord, lasting: int, repeated: int, *, final: bool) -> AgentRecord:
         """Return the record with the checkpoints to save; without new ones if the disk budget cannot hold them.
 
-        Args:
-            lasting: position after the system prompt; 0 if unknown.
-            repeated: as in `Submit`; if `final`, that of the last turn.
-            final: whether to save all that a restart would compute again.
+        `lasting`: position after the system prompt, or 0. `repeated`: as in `Submit`; of the last turn if `final`.
+        `final`: save all that a restart would compute again.
         """
         cache = self._caches.base.prefix
         snapshots = cache.snapshots
