@@ -1,4 +1,4 @@
-"""How a row with a JSON schema delays other rows' tokens; halves of one kind show the effect of chance."""
+"""How a row with a JSON schema delays other rows' tokens."""
 
 from __future__ import annotations
 

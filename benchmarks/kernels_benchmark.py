@@ -53,8 +53,7 @@ class KernelsPlan:
         unpacked: contexts of a prompt chunk; also with residuals of `unpacked_rank`.
         latents: (rows, context).
         latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
-        threadgroups, launches: minimum per launch, and per timed graph.
-        working_set, copied: bytes of the rotating layers, and of the copied array.
+        working_set: bytes of the layers.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)

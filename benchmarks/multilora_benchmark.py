@@ -46,11 +46,9 @@ class MultiPlan:
     """Parameters.
 
     Args:
-        rounds: questions to each fork of the context (MapReduce).
         rate: workflow starts per second, on average.
         fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0 by default,
             3.7 in `QUICK`) all policies recompute everything; above half of all exact caches little is evicted.
-        agents, ranks, targets: rows of the memory table.
     """
 
     model: str | None = None
@@ -87,7 +85,7 @@ QUICK = MultiPlan(
 
 
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Write adapters with equal A and random B; return folders by name."""
+    """Write adapters with equal A and random B."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}

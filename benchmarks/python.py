@@ -1,7 +1,4 @@
-"""Python's CPU time in a decode step with many streams, and in matching a long prompt.
-
-A step's is that of the engine and event-loop threads; the model has no layers, and MLX computes on other threads.
-"""
+"""Python's CPU time in a decode step with many streams, and in matching a long prompt."""
 
 from __future__ import annotations
 
@@ -186,13 +183,7 @@ class MatchPlan:
 
 @dataclass(frozen=True)
 class MatchCost:
-    """CPU milliseconds for one prompt; wall time for the template.
-
-    Args:
-        lineage_ms: choice of the lineage that the prompt continues.
-        transcript_ms: match of the transcript, and tokenising the rest.
-        tree_ms, open_ms: lookup of cached blocks; with block tables.
-    """
+    """CPU milliseconds for one prompt; wall time for the template."""
 
     template_ms: float
     lineage_ms: float

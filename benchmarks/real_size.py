@@ -1,9 +1,6 @@
 """agentcache, bare mlx-lm and `mlx_lm.server` at the size of real models.
 
-decode   a step of rows after a context of zeros, which cost the same reads
-prefill  a cold prompt
-turns    a short turn: cold, hot, and warm (first of a new engine)
-servers  first token, also after a kill; time per token, alone and together
+Decode steps follow contexts of zeros, which cost the same reads.
 """
 
 from __future__ import annotations

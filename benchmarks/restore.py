@@ -193,7 +193,7 @@ def _read(files: list[Path], threads: int) -> float:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Page-aligned memory: unaligned reads can take two to five times as long."""
+    """Page-aligned memory; unaligned reads can take five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory

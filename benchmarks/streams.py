@@ -1,4 +1,4 @@
-"""Streamed completions on any OpenAI-style server, with the client's time of each token."""
+"""Streamed completions of OpenAI-style servers, with the client's time of each token."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ class RunningStream:
         self._thread.join()
 
     def wait_for_tokens(self, count: int) -> None:
-        """Raises the stream's error if it ends earlier."""
         with self._changed:
             came = self._changed.wait_for(lambda: len(self.token_times) >= count or self._ended, _WAIT_SECONDS)
         if not came:

@@ -81,7 +81,6 @@ def medians(results: Sequence[T]) -> T:
 
 
 def prefill_bare(model: nn.Module, token_ids: Sequence[int], chunk: int) -> tuple[list[KVCache], mx.array]:
-    """Caches of a prompt, and the last chunk's logits."""
     caches = [KVCache() for _ in model.layers]
     for start in range(0, len(token_ids), chunk):
         logits = model(mx.array([token_ids[start : start + chunk]]), cache=caches)
@@ -90,7 +89,7 @@ def prefill_bare(model: nn.Module, token_ids: Sequence[int], chunk: int) -> tupl
 
 
 class TokenSource:
-    """Random ids of ordinary words: exact lengths, no special tokens."""
+    """Random ids of ordinary words."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self._vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))

@@ -135,7 +135,6 @@ class ServerMetrics:
         )
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
-        """Wrap `take` to measure a completion that begins now."""
         begun = time.perf_counter()
         latest: dict[int, float] = {}
 

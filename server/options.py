@@ -50,7 +50,6 @@ def require_machine_access(request: HttpRequest, what: str, instead: str) -> Non
 
 
 def read_path(body: Reader, what: str) -> str:
-    """The absolute path in field `path`; errors call it `what`."""
     path = body.required_string("path")
     if not PurePath(path).is_absolute() or "\0" in path:
         body.fail("path", f"must be an absolute path of {what} on the server's machine")

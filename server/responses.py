@@ -145,8 +145,6 @@ def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class References:
-    """Id of the continued response, and of items with their places in the input."""
-
     previous: str | None
     items: Mapping[str, str]
 

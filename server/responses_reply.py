@@ -27,7 +27,6 @@ from agentcache.text.replies.events import (
     ToolCallStart,
 )
 
-# Type of a stream event, and its fields.
 Said = tuple[str, dict[str, Any]]
 
 MAX_ECHO = 256 << 10  # characters, of the final response
@@ -124,7 +123,7 @@ class OutputItems:
         self._reply = reply
         self._reader = ReplyReader(reply.reading, whole=whole)
         self._is_open = False
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []
         self._unplaced: list[TokenLogprob] = []  # tokens without output text so far
 
     @property

@@ -93,8 +93,6 @@ class Passage:
 
 
 class PassageSource:
-    """Random words of exact token lengths."""
-
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Adapters in three parts, `switch`, `pipeline` and `mixed`; only one server works at a time."""
+"""Adapters in three parts, `switch`, `pipeline` and `mixed`; one server works at a time."""
 
 from __future__ import annotations
 

@@ -47,13 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """One table of a report.
-
-    Args:
-        columns: heading by row key, in order; the first names the row.
-        rows: text, numbers or None; may have more keys.
-        formats: format specification by column.
-    """
+    """One table of a report. `columns`: headings by row key, the first names the row; `formats` by column."""
 
     name: str
     title: str

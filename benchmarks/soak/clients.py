@@ -33,8 +33,6 @@ _ANTHROPIC_CODES = {"overloaded_error": "overloaded", "timeout_error": "request_
 
 @dataclass(frozen=True)
 class Dialect:
-    """Request format and end marker of a stream."""
-
     path: str
     end: str
 

@@ -1,7 +1,4 @@
-"""A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks.
-
-Nothing may leak; sampled answers must be right, `/health` fast, budgets kept, and files intact.
-"""
+"""A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks."""
 
 from __future__ import annotations
 

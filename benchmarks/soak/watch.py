@@ -1,4 +1,4 @@
-"""Observations during a soak: client outcomes, latency of /health, the server's metrics."""
+"""Observations during a soak."""
 
 from __future__ import annotations
 
