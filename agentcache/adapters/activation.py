@@ -63,7 +63,7 @@ class AdapterUse:
 
     @property
     def activated_at(self) -> int | None:
-        """The start, if it depends on the prompt."""
+        """`start`, if it depends on the prompt."""
         return self.start if self.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE) else None
 
     def stepped_down(self) -> AdapterUse:

@@ -1,4 +1,4 @@
-"""Block tables and origin paths of a running request, and their checks."""
+"""Block tables and origin paths of a running request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class Load:
 
 
 class PathBlock(NamedTuple):
-    """A block of an origin path."""
-
     node: Node
     groups: tuple[int, ...]
 

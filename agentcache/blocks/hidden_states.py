@@ -16,7 +16,7 @@ from agentcache.errors import BrokenInvariant
 
 
 class HiddenStateKey(NamedTuple):
-    """Address of a block: base's chain key and the layer."""
+    """Base's chain key and the layer."""
 
     chain: str
     cut: int
@@ -42,7 +42,7 @@ class HiddenStatePlan:
 
 
 class HiddenStateCache:
-    """Slots under a separate budget, evicted least recently used first."""
+    """Slots by address, under a separate budget."""
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
         self.num_slots = num_slots
@@ -148,7 +148,7 @@ class HiddenStateReader:
 
 
 class HiddenStateWriter:
-    """Adds a request's hidden states at one layer, as whole blocks."""
+    """Caches a request's hidden states at one layer, in whole blocks."""
 
     def __init__(self, cache: HiddenStateCache, cut: int) -> None:
         self._cache = cache

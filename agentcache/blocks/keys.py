@@ -32,7 +32,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties that prompts must have in common to share blocks.
+    """What prompts must have in common to share blocks.
 
     Args:
         model: fingerprint of weights, config and tokenizer.

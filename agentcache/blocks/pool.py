@@ -121,8 +121,6 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy between slots of `group`."""
-
     group: int
     source: int
     target: int

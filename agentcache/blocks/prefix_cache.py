@@ -24,7 +24,7 @@ from agentcache.errors import OutOfBlocks
 
 
 class PrefixCache:
-    """All cached blocks of one model, or of one residual cache. `headroom` returns the machine's free bytes."""
+    """All cached blocks of one model, or of one residual cache. `headroom` as in `BlockAllocator`."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class PrefixCache:
         limit: int,
         producer: KVOrigin | None = None,
     ) -> Cached:
-        """Return the longest cached prefix of at most `limit` tokens."""
         return self.finder(root, token_ids, producer).match(limit)
 
     def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
@@ -96,7 +95,7 @@ class PrefixCache:
             self.tree.touch(path.all_nodes)
 
     def _enter(self, root: str, prefix: Cached) -> BlockTables:
-        # Unpack once, for speed.
+        # Once, for speed.
         token_ids = unpack(b"".join(node.packed for node in prefix.paths[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
@@ -315,7 +314,7 @@ class Checkpoints:
             sequence.next_start = None
 
     def release_start(self, sequence: BlockTables) -> None:
-        """Release the slot that the request starts from, once its row has copied it."""
+        """Release the slot that the request started from, once its row has copied it."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
             assert self._snapshots is not None

@@ -150,7 +150,7 @@ def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids:
 def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:
     """Drop generated tokens at the end that match only because they have no text.
 
-    A reply without text may have been removed. After a cut, a control token belongs to the missing part.
+    A reply without text may be gone. After a cut, a control token belongs to the missing part.
     """
     begin, stop = _generated_span(transcript.spans, kept)
     if begin == stop:

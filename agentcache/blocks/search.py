@@ -25,7 +25,7 @@ Finder = Callable[[int], int]
 
 
 def longest_common(limit: int, first: Finder, *others: Finder) -> int:
-    """Return the most tokens, at most `limit`, that all finders can serve. Answers of `first` are exact."""
+    """Return the most tokens, up to `limit`, that all finders can serve. Answers of `first` are exact."""
     while True:
         answers = [limit]
         for find in (first, *others):
@@ -185,7 +185,7 @@ class PathFinder:
 
 
 class CheckpointFinder:
-    """Checkpoints of recurrent state along a prompt."""
+    """Checkpoints along a prompt."""
 
     def __init__(self, tree: RadixTree, root: str, packed: bytes, layout: PathLayout, snapshots: Snapshots) -> None:
         # KV of these nodes may be on another path, or in a longer block.
@@ -270,7 +270,10 @@ def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -
 def match_hidden_states(
     cached: Cached, finder: PrefixFinder, limit: int, states: HiddenStateCache, cut: int, *, durable: bool = False
 ) -> Cached:
-    """Return `cached`, found by `finder`, extended by hidden states. `durable`: blocks before a window are kept."""
+    """Return `cached`, found by `finder`, extended by hidden states.
+
+    `durable`: an agent keeps all blocks, also those before a window.
+    """
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)
     ahead = base.nodes_after(start, durable=durable)
     count = states.match(HiddenStateKey(node.chain, cut) for node in ahead)

@@ -80,7 +80,7 @@ def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bo
 
 
 def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end, each as one node per origin path."""
+    """Return full blocks in RAM after the request's end: one node per origin path each."""
     if sequence.num_tokens % BLOCK_SIZE or any(path.ahead for path in sequence.paths):
         return []
     found: list[list[Node]] = []

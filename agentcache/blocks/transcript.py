@@ -120,7 +120,7 @@ class Transcript:
         self._read = read
 
     def leave_ram(self) -> None:
-        """Keep a stored content only while referenced elsewhere."""
+        """Keep stored content only while referenced elsewhere."""
         content = self._content
         if content is not None and self._read is not None:
             self._unowned = weakref.ref(content)

@@ -192,7 +192,7 @@ class Slot:
 
 
 class _Traced(NamedTuple):
-    """A tensor's arena in a traced step; not assignable."""
+    """A tensor's arena in a traced step."""
 
     array: mx.array
 
@@ -275,7 +275,7 @@ class TensorArena:
         self.capacity = capacity
 
     def assign(self, index: Any, new: mx.array) -> None:
-        """Assign to a slice, or scatter. Lazy."""
+        """Lazy."""
         self.array[index] = new
         self.is_due = True
 

@@ -16,7 +16,7 @@ from agentcache.kv.spec import POSITION, GroupSpec, TensorSpec
 
 Array = NDArray[Any]
 
-# Bytes, for tensors in block files and their buffers. AMD processors copy slowly between addresses that differ mod 32.
+# Bytes, in files and buffers. AMD processors copy slowly between addresses that differ mod 32.
 ALIGNMENT = 64
 
 
@@ -94,7 +94,7 @@ class GroupMemory:
         return Place(self, block_id)
 
     def let_go(self) -> None:
-        """Release the memory, once no `Place` is in use."""
+        """Release the memory, when no `Place` is in use."""
         for slots, _ in (*self.integers, *self.rest):
             slots.release()
 

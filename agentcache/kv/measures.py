@@ -51,7 +51,7 @@ class TokenMeasures:
         self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 
     def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
-        """Sum over the known of tokens `begin … num_tokens-1`, and their number."""
+        """Sum over known tokens of `begin … num_tokens-1`, and their number."""
         first = max(begin // BLOCK_SIZE, table.first_block)
         count = num_tokens - first * BLOCK_SIZE
         ids: Sequence[int] = table.block_ids[first - table.first_block :][: -(-count // BLOCK_SIZE)]

@@ -59,7 +59,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One array of a recurrent layer's state, for one row: `shape` without the batch axis, MLX's `dtype`."""
+    """One array of a recurrent layer's state. `shape` without the batch axis; MLX's `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -67,7 +67,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """Fixed-size state of one recurrent layer, as in mlx-lm's `ArraysCache`; None for an entry that stays empty."""
+    """State of one recurrent layer, as in mlx-lm's `ArraysCache`; None for an entry that stays empty."""
 
     index: int
     tensors: tuple[StateTensor | None, ...]
@@ -78,7 +78,7 @@ class TensorSpec:
     """One tensor of a group's blocks, in arenas and files.
 
     Args:
-        name: name in files, with `POSITION` for the block's index.
+        name: in files, with `POSITION` for the block's index.
         shape: of one token, or of the block if `token_axis` is None.
         token_axis: in a block's shape; None for a tensor stored once per block.
     """
@@ -281,7 +281,7 @@ _NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (
 
 
 def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Omit later fields with default values, so that existing files keep their addresses."""
+    """Omit later fields with defaults: existing files keep their addresses."""
     return {name: value for name, value in entries if (name, value) not in _NEW_DEFAULTS}
 
 

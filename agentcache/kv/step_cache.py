@@ -18,7 +18,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena, SideArena, Slot, TensorArena
 from agentcache.kv.packed import Pack, Packed, quantise
 
-_MAX_SLICES = 16  # with more runs, one scatter is cheaper than slice assignments
+_MAX_SLICES = 16  # beyond, one scatter is cheaper
 
 
 class RaggedBlocks:
@@ -263,7 +263,7 @@ class PagedKV(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """Stands for cached keys or values in model code; attention resolves it (`models/attachment.py`).
+    """Stands for cached keys or values in model code until attention (`models/attachment.py`).
 
     Not an array: code that computes with it fails. `projections`: for MLA, from latent to keys and values.
     """

@@ -78,7 +78,7 @@ class RequestPlan(ABC):
         use, origin: adapter, and origin of the computed KV; None for base.
         stepped_down: why the requested policy is not used.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
-        own_tokens: prompt tokens that the matched lineage contains.
+        own_tokens: prompt tokens in the matched lineage.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of these neither in RAM nor on disk.
         snapshots: None without recurrent state.
@@ -200,7 +200,7 @@ class RequestPlan(ABC):
 
     @property
     def extend_step(self) -> ExtendStep | None:
-        """How the plan changes a step of plain rows, which read and write `sequence`; None for a plain row."""
+        """Changes a step of plain rows, which read and write `sequence`; None for a plain row."""
         return None
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:

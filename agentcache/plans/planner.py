@@ -27,7 +27,7 @@ _RESIDUAL_SHARE = 4  # divisor of the RAM budget
 
 
 class Planner:
-    """Chooses the plan of each request, and owns what plans use."""
+    """Chooses each request's plan, and owns what plans use."""
 
     def __init__(self, resources: PlanResources, residuals: ResidualCaches, loaded: LoadedModel) -> None:
         self.adapters = resources.adapters
@@ -83,7 +83,7 @@ class Planner:
         self.hidden_states.clear()
 
     def give_back(self) -> int:
-        """Return memory of unread hidden states to the system; return its bytes."""
+        """Return unread hidden states' memory to the system, and its bytes."""
         return self._loaded.hidden_states.blocks.keep_first(self.hidden_states.give_back())
 
     def check_integrity(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Growth:
-    """Block tables of an admitted request, by group, and its token count."""
+    """An admitted request: block tables by group, and tokens to have room for."""
 
     tables: Sequence[BlockTable]
     num_tokens: int
@@ -112,7 +112,7 @@ class Room:
             raise OutOfBlocks("running requests need all the blocks there are")
 
     def fits_beside_cached(self, prefix: Cached, num_tokens: int) -> bool:
-        """Whether it fits without an eviction."""
+        """Whether the request fits without eviction."""
         # Residuals cannot evict blocks that are read: their share stays free.
         kept = self._base.ledger.share_left(RESIDUAL)
         return has_room(
