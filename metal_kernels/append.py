@@ -103,8 +103,8 @@ def append(
 
     Args:
         sides: keys, and values if any, [B, H_kv, n, D].
-        arenas: data, scales and biases of each side, [slots, H_kv, 256, ·]; modified in place.
-        before: result of the last call for these arrays, which may still be running.
+        arenas: data, scales and biases of each side, [slots, H_kv, 256, ·].
+        before: result of a call for these arrays that may still be running.
     """
     before = nothing_written() if before is None else before
     return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)

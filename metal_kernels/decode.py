@@ -29,7 +29,7 @@ from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tilin
 # data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
-THREADGROUPS = 1024  # best on an H100, for 1 row and for 32
+THREADGROUPS = 1024  # best on an H100
 _LOG2_E = math.log2(math.e)
 
 
@@ -206,7 +206,7 @@ def prepare(
 
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
-    """Placeholder input for missing residuals."""
+    """Placeholder for missing residuals."""
     return mx.zeros(8, dtype)  # Metal passes arrays of fewer than 8 elements as constants
 
 
@@ -342,9 +342,8 @@ def merge(
     """Merge the splits of up to two sets of groups into attention [B, H_q, n, D] (`out_shape`).
 
     Args:
-        sums: own_sums, own_tops, shared_sums, shared_tops: weighted sums of values, float32 [rows, splits, D]; largest
-            exponent and sum of weights, float32 [rows, splits, 2].
-        given: value_b, places, sinks, params.
+        sums, given: inputs of `MERGE`. Sums are weighted values, float32 [rows, splits, D]; tops are largest exponent
+            and sum of weights, float32 [rows, splits, 2].
         own_members, shared_members: queries per group.
     """
     batch, heads, num_tokens, _ = out_shape

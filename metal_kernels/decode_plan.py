@@ -13,8 +13,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.numbers import ints, one_a_thread
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
-# Per group. More splits did not help on an H100.
-MAX_SPLITS = 32
+MAX_SPLITS = 32  # per group; more did not help on an H100
 _NO_WINDOW = 1 << 30
 _WIDTHS = 16
 
@@ -169,7 +168,7 @@ def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
 
 
 def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries that share a prefix; and `size`."""
+    """Groups of at most `size` queries that share a prefix, and `size`."""
     spans = []
     for prefix in prefixes:
         queries = [query for row in prefix.rows for query in rows.queries_of(row)]
@@ -181,7 +180,7 @@ def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple
 
 
 def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries of one row, over tokens outside shared prefixes; and `size`."""
+    """Groups of at most `size` queries of one row, over tokens outside `prefixes`, and `size`."""
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):

@@ -1,8 +1,8 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
 A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the grid have the other
-heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns: each multiplies its own,
-all sum the scores together, and each sums the values of its columns. Dtypes are as in `decode`.
+heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns; all sum the scores
+together. Dtypes are as in `decode`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNIT = 32  # values that a thread unpacks at a time
 
 @dataclass(frozen=True)
 class LatentShape:
-    """A layer's latents: keys of `rank + rope` values for all query heads; the first `rank` are also the values.
+    """A layer's latents: keys of `rank + rope` values for all query heads; the first `rank` are the values.
 
     `rank` and `rope` are multiples of 32; `group_size` divides `rank` and `rank + rope`; `bits` is 4 or 8.
     """

@@ -1,6 +1,6 @@
 """Compare the kernels with their definition in a child process, which a faulty kernel can end.
 
-As a program, the module reads a shape from stdin and prints one line.
+The child reads a shape from stdin and prints one line.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ class HeadShape:
 
     Args:
         dim: a multiple of 32.
-        queries_per_head: query heads per kv head.
         dtype: of queries and results.
         value_rank, key_rank: ranks of residuals; 0 for none.
         pairs: pairs of a key's values that rope rotates, a multiple of 8; 0 without key residuals.

@@ -1,4 +1,4 @@
-"""Unpack one row's blocks, with or without residual KV, into contiguous keys or values for flash attention."""
+"""Unpack one row's blocks into contiguous keys or values for flash attention, with or without residual KV."""
 
 from __future__ import annotations
 
