@@ -50,7 +50,7 @@ class AgentHeader:
 
 
 class OriginGuard:
-    """Refuses web pages of other origins than `allowed` (or `*`) and, if `local`, local ones."""
+    """Refuses requests of web pages, except of `allowed` origins (or `*`) and, if `local`, of local ones."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self.app = app
@@ -75,7 +75,7 @@ class OriginGuard:
 
 
 class HostGuard:
-    """Refuses foreign `Host` headers, against DNS rebinding, which needs a name: IP addresses may be allowed."""
+    """Refuses foreign `Host` names, against DNS rebinding; `addresses` allows IP addresses, which cannot be rebound."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
         self.app = app
