@@ -31,7 +31,7 @@ WRITERS: Mapping[str, Writer] = {
     "tools": tool_talk,
     "small_talk": small_talk,
 }
-# Loss weights of tokens that the agent writes and reads.
+# Loss weights.
 SPOKEN_WEIGHT, READ_WEIGHT = 1.0, 0.05
 _INVENTED = (0.0, 0.1, 0.5)
 _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
@@ -39,7 +39,7 @@ _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows [rows, length], padded at the end: uint16 ids, float16 loss weights, 0 for padding."""
+    """Rows [rows, length], padded at the end: uint16 ids, float16 loss weights."""
 
     token_ids: np.ndarray
     weights: np.ndarray
@@ -81,7 +81,7 @@ class Corpus:
         return Batch(token_ids, weights)
 
     def encode(self, dialogue: Dialogue) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, and a mask of the assistant's tokens, closing token included."""
+        """Return token ids, and a mask of the assistant's tokens."""
         ids = np.array(self.tokenizer.encode(self.render(dialogue), add_special_tokens=False).ids, np.uint16)
         return ids, self._spoken(ids)
 

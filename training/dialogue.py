@@ -1,4 +1,4 @@
-"""A conversation under construction, and conversations that state facts and ask for them."""
+"""A conversation under construction, and conversations about facts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from training.scenery import scene, scene_sentence
 from training.words import Words, held_out
 
 NOTED = "Noted."
-_TOKENS_A_WORD = 1.45  # estimate
+_TOKENS_A_WORD = 1.45
 
 
 @dataclass
 class Dialogue:
-    """Messages for the chat template; `budget` is the approximate number of tokens."""
+    """Messages for the chat template; `budget` is about the number of tokens."""
 
     budget: int
     system: str = ""

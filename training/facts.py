@@ -17,7 +17,7 @@ _MOST_TRIES = 100
 class Relation:
     """One kind of fact. In texts, {s} is the subject and {v} the value.
 
-    `subject` and `value` are kinds of words (`words.LISTS`). `first`: texts in the first person; None for things.
+    `subject` and `value`: keys of `words.LISTS`. `first`: texts in the first person.
     """
 
     name: str
@@ -189,7 +189,7 @@ class OutOfWords(Exception):
 
 
 class FactMaker:
-    """Facts that do not contradict each other; either all or none of the pairs are held out from training."""
+    """Facts that do not contradict each other; all or none of them are held out from training."""
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
         self._random = random

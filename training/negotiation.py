@@ -127,7 +127,7 @@ class _View:
         self.scenery = max(0, int((budget * random.uniform(0.3, 0.9) - 450) / 16 / 4))
         self.dialogue = Dialogue(budget)
         self.heard: list[str] = []
-        self.told: list[str] = []  # facts for the next turn's text
+        self.told: list[str] = []  # facts for the next turn
 
     def hear(self, name: str, words: str) -> None:
         self.heard.append(spoken(name, words))
@@ -208,7 +208,7 @@ def _prisoner(view: _View, me: Prisoner, other: Prisoner) -> None:
     view.random.shuffle(mine)
     around = _facts_around(view, view.random.randrange(0, view.scenery * 2 + 1))
     lines = [f"You are {me.name}. You and {other.name} were arrested by the {game.title} for a theft."]
-    told_later = view.random.random() < 0.6  # in the first turn
+    told_later = view.random.random() < 0.6
     view.dialogue.system = " ".join([*lines, *_mixed(view.random, [] if told_later else mine, around)])
     view.hear(_title(game), _question_of(game))
     if told_later:

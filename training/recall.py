@@ -15,12 +15,12 @@ from training.words import Words
 
 _FACTS_SHARE = 0.6  # of sentences; the rest is scenery
 _SENTENCES_A_MESSAGE = 8
-_MESSAGE_TOKENS = 14  # of the template, with "Noted."
+_MESSAGE_TOKENS = 14  # of the template
 
 
 @dataclass(frozen=True)
 class RecallCase:
-    """A conversation and questions about its first message, `distance` tokens before; ask only one at a time."""
+    """A conversation and questions about its first message, `distance` tokens before; ask one at a time."""
 
     dialogue: Dialogue
     questions: tuple[Question, ...]

@@ -73,7 +73,6 @@ class RoleRecipe:
     seed: int = 5
 
 
-# These adapters do not change shared KV.
 _UNSHARED = RoleRecipe(targets=EVERYTHING, closeness=0.0, steps=100, learning_rate=1e-2)
 RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.QV: RoleRecipe(),
@@ -84,7 +83,6 @@ RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=100, learning_rate=1e-2),
 }
 TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE
-# End of a role's prompt: the template's header of an answer.
 INVOCATION = "<|im_start|>assistant\n"
 
 
@@ -125,7 +123,7 @@ def _read_as(folder: Path) -> Matrices:
 
 
 def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
-    """As in mlx-lm (A uniform, B zero), by names such as `3.self_attn.q_proj.lora_a`."""
+    """As in mlx-lm, by names such as `3.self_attn.q_proj.lora_a`."""
     matrices: Matrices = {}
     key = mx.random.key(seed)
     first = _first_layer(base, recipe)
@@ -144,7 +142,7 @@ def _first_layer(base: FrozenBase, recipe: RoleRecipe) -> int:
 
 
 class RoleTrainer:
-    """Trainer of one adapter. `family`: fixed A matrices; None to train both."""
+    """Trains one adapter. `family`: fixed A matrices; None to train both."""
 
     def __init__(
         self,
@@ -184,7 +182,6 @@ class RoleTrainer:
         length, count = recipe.rows[step % len(recipe.rows)]
         cases = role_cases(recipe.seed * 1000 + step, count, length, is_held_out=False)
         said = (case.answered_by(self.role) for case in cases)
-        # The earlier replies are base's.
         return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]
 
     def _train_on(self, step: int, examples: Sequence[Example]) -> float:
@@ -196,7 +193,7 @@ class RoleTrainer:
         layers, parts = self.base.model.layers, self.base.model.model
         base = base_pass(layers if self.recipe.closeness else layers[: self._first], parts.embed_tokens(ids))
         mx.eval(base.inputs, [(each.keys, each.values) for each in base.layers])
-        # An adapter must be right with shared KV and with its own.
+        # It must be right with shared KV and with its own.
         is_shared = bool(self.recipe.closeness) and step % 2 == 1
 
         def loss_of(trained: Matrices) -> mx.array:

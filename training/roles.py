@@ -1,4 +1,4 @@
-"""Roles for adapters of the embedded model. Answers depend on the conversation: wrong KV shows."""
+"""Roles for adapters of the embedded model. Wrong KV shows in their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with a curriculum from short texts to long ones, and checkpoints."""
+"""Training from short texts to long ones, and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from training.recall import recall_case
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of the curriculum.
+    """Part of the curriculum; its `mixture` has shares of documents (`corpus.WRITERS`).
 
-    `lengths`: document lengths in tokens, used in turn. `mixture`: shares of documents (`corpus.WRITERS`). `rounded`:
-    KV has 4 bits.
+    Documents take the `lengths` (tokens) in turn; KV is `rounded` to 4 bits.
     """
 
     steps: int
@@ -104,7 +103,6 @@ class Trainer:
     def run(
         self, workers: int = 0, report: Callable[[Progress], None] = lambda progress: None, every: int = 50
     ) -> None:
-        """Train to the end of the recipe, also after `load`."""
         losses, tokens, since = [], 0, time.perf_counter()
         for stage, batch in self._batches(workers):
             losses.append(self.train_on(batch, stage.rounded))
@@ -175,7 +173,6 @@ class Trainer:
         return bool(mx.array_equal(chosen, token_ids[0, -length:]).item())
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})

@@ -30,17 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A prompt as marked text, with notes on changes to the client's messages."""
+    """A prompt as marked text, with notes on changes to the messages."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 class ChatRenderer:
-    """Renders chats with a model's template. Thread-safe.
-
-    The template's repairs never change, so a conversation's prefix stays the same.
-    """
+    """Renders chats with a model's template, whose repairs never change. Thread-safe."""
 
     def __init__(
         self, template: ChatTemplate, marks: Marks, encoder: MarkedEncoder, start: TextStart, form: ReplyFormat
@@ -59,7 +56,7 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """False, too, once the template has refused every chat."""
+        """False, too, once it has refused every chat."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self) -> tuple[str, ...] | None:
@@ -94,8 +91,7 @@ class ChatRenderer:
     ) -> RenderedChat:
         """Render a chat as marked text. Special-token strings in it stay text.
 
-        Raises InvalidRequest (refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting)
-        and ContextLengthExceeded.
+        Raises InvalidRequest (the template or a limit of time, memory or depth refuses it) and ContextLengthExceeded.
         """
         check_kwargs(template_kwargs or {})
         notes: list[str] = []

@@ -24,15 +24,15 @@ class DummySpace(Enum):
 class Detokenizer:
     """Converts one reply's tokens to text.
 
-    `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, a later token
-    or `finish` makes it final. `control_ids` have no text.
+    `ends[i]` is the text's length after token i, or an estimate if the token ends inside a character or adds nothing:
+    a later token or `finish` makes it final.
     """
 
     def __init__(
         self, bytes_of: Callable[[int], bytes], control_ids: Set[int], dummy_space: DummySpace = DummySpace.NONE
     ) -> None:
         self.ends: list[int] = []
-        self._parts: list[str] = []  # a string would be copied for every token
+        self._parts: list[str] = []  # a string would be copied
         self._length = 0
         self._bytes_of = bytes_of
         self._control_ids = control_ids
@@ -47,7 +47,6 @@ class Detokenizer:
         return self._parts[0]
 
     def add(self, token_id: int) -> str:
-        """Return the new final text."""
         if token_id in self._control_ids:
             new_text = self.finish()
             self.ends.append(self._length)
@@ -119,7 +118,6 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Return a token's bytes; none beyond the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)

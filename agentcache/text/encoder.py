@@ -20,10 +20,10 @@ from agentcache.text.work_limit import UNLIMITED, WorkLimit
 _Token = tuple[int, tuple[int, int]]
 _USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
 _PIECE_CHARS = 16_384
-_CUT_TOKENS = 64  # the most that a cut may add
+_CUT_TOKENS = 64  # that a cut may add
 # Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
 _SHORT_CHARS = 4096
-_COMPOSED = 4  # maximum that a Unicode normal form merges
+_COMPOSED = 4  # most that a Unicode normal form merges
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 
@@ -31,7 +31,7 @@ _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    A section between control tokens that has marks uses a tokenizer that knows control tokens by their marks: there,
+    A section (between control tokens) with marks uses a tokenizer that knows control tokens by their marks, so that
     their strings are plain text.
     """
 
@@ -74,7 +74,6 @@ class MarkedEncoder:
             limit.check(num_chars // self._longest_token)
 
     def most_chars(self, limit: WorkLimit) -> int | None:
-        """Return the characters beyond which every text exceeds the limit; None if unknown."""
         if limit.max_tokens is None or self._longest_token is None:
             return None
         return limit.max_tokens * self._longest_token
@@ -89,7 +88,7 @@ class MarkedEncoder:
     def _num_tokens(self, piece: str) -> int:
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # A lower bound: space next to a control token may vanish, and a section may begin with a token for a space.
+        # A lower bound: space at a control token may vanish, and a section may begin with a token for a space.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
@@ -182,7 +181,7 @@ def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
-    # A token that is empty or overlaps the next gets the next one's end.
+    # An empty or overlapping token gets the next one's end.
     ends = [length] * len(offsets)
     next_start = length
     for index in range(len(offsets) - 2, -1, -1):
@@ -213,13 +212,12 @@ class TextStart:
     def prompt(self, text: str) -> str:
         if not self._bos or text.startswith(self._bos):
             return text
-        # Some tokenizers add a space before a text's first word, but not after BOS.
+        # Some tokenizers add it at a text's start, but not after BOS.
         adds_space = self._space_at_start is not DummySpace.NONE and self._space_after_control is DummySpace.NONE
         begins_word = bool(text) and text[0] != " " and not any(map(text.startswith, self._added.values()))
         return self._bos + (" " if adds_space and begins_word else "") + text
 
     def dummy_space(self, after: int | None) -> DummySpace:
-        """Return the space that the tokenizer adds after a token, None at a text's start."""
         if not self._token_bytes.strips_space or (after is not None and after not in self._control_ids):
             return DummySpace.NONE
         return self._space_at_start if after is None else self._space_after_control
@@ -262,9 +260,7 @@ def check_characters(text: str, param: str | None) -> None:
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:
-    """Return the maximum characters per token, without white space that added tokens absorb; None if the tokenizer may
-    drop characters.
-    """
+    """Return the most characters per token, except absorbed white space; None if the tokenizer may drop characters."""
     model = saved["model"]
     vocabulary = model.get("vocab")
     pieces = list(vocabulary) if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary or ()]

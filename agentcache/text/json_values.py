@@ -1,4 +1,4 @@
-"""JSON of clients and models. Depth is bounded and strings are valid, so that recursion and writing are safe."""
+"""JSON of clients and models. Depth is bounded and strings are valid: recursion and writing are safe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse_json(
     """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest one.
 
     `strict` refuses raw control characters in strings; `mends_halves` replaces half of a surrogate pair by U+FFFD.
-    Raises TooDeep, or ValueError: not JSON, NaN, Infinity, half of a pair, too long, or a huge integer.
+    Raises TooDeep or ValueError.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -139,7 +139,6 @@ def _too_deep() -> TooDeep:
 
 
 def _check_tree(value: Any, max_depth: int) -> None:
-    # Hot path.
     level = [value] if type(value) in _NESTED else []
     for _ in range(max_depth):
         if not level:
@@ -206,7 +205,7 @@ class JsonText:
         self._string: list[str] = []
         self._is_key = False
         self._escape = ""  # incomplete
-        self._half = ""  # escape of a high surrogate
+        self._half = ""  # high surrogate
         self._word = ""
 
     @property
@@ -218,7 +217,7 @@ class JsonText:
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:
-        """Parse from `at` up to the value's end or an error; return the position reached."""
+        """Parse up to the value's end or an error; return the position reached."""
         while at < len(text) and not (self.is_done or self.is_broken):
             at = self._step(text, at)
         return at
@@ -335,7 +334,7 @@ class JsonText:
             if character in _ESCAPES:
                 self._add("\\" + character)
                 return at + 1
-            self._add("\\\\")  # a literal backslash; `character` is read again as text
+            self._add("\\\\")  # a literal backslash; `character` follows as text
             return at
         if character not in "0123456789abcdefABCDEF":
             self._add("\\" + self._escape)

@@ -27,7 +27,7 @@ _ROLES = (
     *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
     *("observation", "environment", "tool_response", "context", "documents"),
 )
-_FIRST_CODE = 0x10F000  # private use; `Marks` begins above this range, unless it has over 2,046 tokens
+_FIRST_CODE = 0x10F000  # private use; `Marks` begins above, unless it has over 2,046 tokens
 _ANY_CODE = re.compile(f"[{chr(_FIRST_CODE)}-{chr(_FIRST_CODE + 0x7FF)}]")
 Placed = tuple[int, str]
 
@@ -41,7 +41,7 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern, without capturing groups, for the longest of `strings`: a trie, fast for common prefixes."""
+    """Compile a pattern without groups for the longest of `strings`: a trie, fast for common prefixes."""
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
@@ -50,7 +50,6 @@ def any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(strings: Sequence[str], at: int) -> str:
-    # The sorted strings are equal before `at`.
     shared = at + len(commonprefix([strings[0][at:], strings[-1][at:]]))
     front = re.escape(strings[0][at:shared])
     longer = [string for string in strings if len(string) > shared]
@@ -78,7 +77,7 @@ class Marks:
         return self._special.sub(lambda found: self.mark_of[found[0]], self.clean(text))
 
     def mark_unsealed(self, content: bytes | bytearray) -> str:
-        """Convert a sealed template's UTF-8 output; unsealed special-token strings become marks."""
+        """Convert a template's output; unsealed special-token strings become marks."""
         content = self.seals.join_halves(content)
         content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
         return self.unsealed(content)
@@ -104,7 +103,7 @@ class Marks:
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token's end inside a mark moves to the next token's end outside it."""
+        """Mark generated text. A token's end inside a mark moves to the next one outside."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -120,8 +119,8 @@ class Marks:
 class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
-    An unsealed string, such as one that a template joins from a client's, is never a control token. Two more seals
-    mark the halves of a control token around a role.
+    Unsealed strings, such as those that a template joins, are never control tokens. Two more seals mark the halves of a
+    control token around a role.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:
@@ -145,7 +144,7 @@ class Seals:
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:
-        """Seal control tokens in the model's own text, such as BOS."""
+        """Seal control tokens in the model's own text."""
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
@@ -180,7 +179,7 @@ def _halves(special: str) -> Iterator[tuple[str, str, str]]:
 
 
 class MarkOffsets:
-    """Converts plain-text offsets to marked-text offsets; inside a mark, to its end (`high`) or start (`low`)."""
+    """Converts plain-text to marked-text offsets; inside a mark, to its end (`high`) or start (`low`)."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
         self._starts: list[int] = []
@@ -221,7 +220,7 @@ class Codes:
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
     def uncoded(self, markers: Iterable[str]) -> list[str]:
-        """Return the markers without marker tokens: generated text spells them out."""
+        """Return the markers that generated text spells out."""
         return [marker for marker in markers if self.without(marker) == marker]
 
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
@@ -243,7 +242,7 @@ class Codes:
         return coded if coded.isascii() else _ANY_CODE.sub(lambda found: self._spelled(found[0], hides=False), coded)
 
     def in_json(self, coded: str) -> str:
-        """Decode JSON text with all markers as their names: arguments may quote markers."""
+        """Decode JSON with all markers as their names: arguments may quote them."""
         if coded.isascii():
             return coded
 

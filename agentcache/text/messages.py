@@ -34,13 +34,13 @@ def _ignore(note: str) -> None:
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
     """Return messages with content and thought as one string each, call arguments as objects; pass changes to `note`.
 
-    Raises InvalidRequest for other forms, and for media.
+    Raises InvalidRequest for other forms and media.
     """
     return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested data with `change` applied to strings and keys. Keys that become equal get distinct suffixes."""
+    """Copy nested data with `change` applied to strings and keys. Equal keys get distinct suffixes."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -128,7 +128,7 @@ def _plain_calls(calls: Any, where: str, note: Note) -> list[dict[str, Any]]:
 
 
 def _plain_call(call: Any, where: str, note: Note) -> dict[str, Any]:
-    # Clients send arguments as a JSON string; templates need an object.
+    # Templates need an object.
     function = call.get("function") if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping | None) or call is None:
         raise InvalidRequest("A tool call is an object with a `function`.", param=where)

@@ -127,7 +127,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            # Refuse a truncated file: its chat template would be missing.
+            # A truncated file would lack its chat template.
             names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
@@ -156,20 +156,20 @@ def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
-    """Return a digest of the tokenisation rules, 32 hex digits. Chat templates and unused settings do not count."""
+    """Return a digest of the tokenisation rules, 32 hex digits; templates and unused settings do not count."""
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
     return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 
 
 def tokenizer_files(folder: Path, memo: Memo) -> str:
-    """Return a digest of tokenizer and template files, 40 hex digits. Never change it: `first_fingerprint` uses it."""
+    """Return a digest of tokenizer and template files, 40 hex digits. It must never change (`first_fingerprint`)."""
     files = [file for name in _FIRST_FILES if (file := folder / name).is_file()]
     files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return memo.get(_key("files", files), lambda: _digest_files(folder, files))
 
 
 def _key(scheme: str, files: Collection[Path]) -> str:
-    # With names: two links may lead to one file.
+    # Two links may lead to one file.
     return "|".join([scheme, *(f"{file.name} {file_identity(file)}" for file in files)])
 
 

@@ -20,8 +20,8 @@ from agentcache.text.json_values import canonical_json
 from agentcache.text.messages import REASONING_KEYS, THOUGHT, plain_messages
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-_MOST_CHATS = 64  # cached kinds
-_MOST_ENDINGS = 4  # per kind
+_MOST_CHATS = 64
+_MOST_ENDINGS = 4
 _MOST_CHARS = 1024  # of template variables
 _MOST_MESSAGES = 64  # after the last reply
 _SYSTEM_ROLES = ("system", "developer")
@@ -38,7 +38,7 @@ class _Ending:
 
 
 class NextPrompts:
-    """Renders a chat's end as a prompt and with continuations, and caches what they share. Thread-safe."""
+    """Renders a chat's end with and without continuations, and caches what they share. Thread-safe."""
 
     def __init__(self, chats: ChatRenderer, encoder: MarkedEncoder, form: ReplyFormat) -> None:
         self._chats = chats

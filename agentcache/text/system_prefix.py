@@ -18,15 +18,15 @@ from agentcache.blocks.transcript import Transcript
 _SYSTEM_ROLES = ("system", "developer")
 _MOST_PLACES = 8
 _MOST_PIECES, _MOST_CHARS = 32, 8192  # per place; pieces are lines and separators
-_SAME_CHARS = 256  # of the first user's words, to identify the conversation
+_SAME_CHARS = 256  # of the first user's words
 _AS_WRITTEN = "(as written)"
 _NOTICE, _NOTICE_END = "[Now in the instructions above:\n", "]\n\n"
-_MOST_MISSED = 16  # system messages not found verbatim in the prompt
+_MOST_MISSED = 16  # system messages not found in the prompt
 
 
 @dataclass(frozen=True)
 class SystemPrefix:
-    """End of the system prefix, and the first user's first words."""
+    """Its end, and the first user's first words."""
 
     end: int
     said: str
@@ -38,7 +38,7 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemPrefix | None:
-    """Find the system prefix in a rendered prompt, or None."""
+    """Find the system prefix in a rendered prompt."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -55,7 +55,7 @@ def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemP
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of characters `begin` to `end` of the client's prompt by the transcript's `held`."""
+    """Replacement of `begin` to `end` of the client's prompt by the transcript's `held`."""
 
     begin: int
     end: int
@@ -64,7 +64,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class PrefixChanges:
-    """Differences between the system prefixes of a prompt and of a transcript, where it ends at `held_end`."""
+    """Differences of a prompt's system prefix from a transcript's, which ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
@@ -72,7 +72,7 @@ class PrefixChanges:
 
 
 def find_changes(text: str, prefix: SystemPrefix, held: str, controls: re.Pattern[str]) -> PrefixChanges | None:
-    """Compare a prompt `text` with a transcript's text `held`; None if the conversation or too many lines differ."""
+    """Compare a prompt with a transcript's text `held`; None if the conversation or too many lines differ."""
     edits: list[Edit] = []
     at = old = 0
     while True:
@@ -139,7 +139,6 @@ class ClientForm:
         return "".join([*parts, text[done:]])
 
     def last_told(self, text: str) -> str:
-        """Return the last notice in the common prefix with `text`."""
         notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
         return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
@@ -187,7 +186,7 @@ def what_changed(lines: Sequence[str]) -> str:
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Put a notice before the newest user message's content, else the last tool result's; None without either."""
+    """Put a notice before the newest user message's content, else the last tool result's."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)
     place = next((i for i in newest if messages[i].get("role") == "user"), max(newest, default=None))

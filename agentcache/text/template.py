@@ -18,7 +18,7 @@ from agentcache.text.work_limit import WorkLimit
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"
 
-# Without special-token strings. Every template accepts at least one.
+# Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
 _LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -114,8 +114,8 @@ class ChatTemplate:
     ) -> str:
         """Return the marked text of messages and variables with marked strings.
 
-        Raises InvalidRequest (messages refused, time or memory limit), UnsupportedModel (syntax error), RenderedTooLong
-        (over `max_bytes` of UTF-8).
+        Raises InvalidRequest (refused, time or memory limit), UnsupportedModel (syntax error), RenderedTooLong (over
+        `max_bytes` of UTF-8).
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)

@@ -33,7 +33,7 @@ class RenderOutcome:
     REFUSED = b"r"
 
 
-# CPU time per byte of a request: templates may scan the conversation for each message.
+# Templates may scan the conversation for each message.
 SECONDS_PER_BYTE = 1 / (32 << 10)
 
 
@@ -51,7 +51,7 @@ def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
         return RenderOutcome.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
         return RenderOutcome.SYNTAX, _message(error)
-    except Exception as error:  # the template's code may raise anything
+    except Exception as error:
         return RenderOutcome.REFUSED, _message(error)
     return (RenderOutcome.TEXT, text) if len(text) <= max_bytes else (RenderOutcome.TOO_LONG, str(len(text)).encode())
 
@@ -60,7 +60,7 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# transformers' environment, except that templates may change lists and dicts, which are copies.
+# As in transformers, but templates may change lists and dicts, which are copies.
 
 
 @lru_cache(maxsize=16)
@@ -121,7 +121,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Unlike jinja's: no HTML escapes; generators become lists.
+    # No HTML escapes; generators become lists.
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from agentcache.api.model import USUAL_EFFORTS, ThinkingVariables
 
-# One scale for the efforts of templates and clients.
 NONE, MINIMAL, LOW, MEDIUM, HIGH, VERY_HIGH, MOST = range(7)
 EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("none", "no_think", "nothink", "off", "disabled", "false", "no", "0"), NONE),
@@ -32,10 +31,10 @@ _MODES = {"on": ("enabled", "thinking", "on"), "off": ("disabled", "chat", "off"
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
-# An unclosed string extends to the end: else each quote in it starts a new attempt.
+# An unclosed string extends to the end, so that its quotes start no new attempts.
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
 _ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # list of all valid values
-_MOST_WORDS = 12  # strings in a piece of code that may list efforts
+_MOST_WORDS = 12  # in code that may list efforts
 
 
 def can_switch(variables: ThinkingVariables) -> bool:
@@ -156,7 +155,7 @@ def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
         if name in piece and len(strings) <= _MOST_WORDS:
             words |= _efforts_in(strings)
     else:
-        if len(words - {"none"}) < 2:  # a single word is a default or a special case
+        if len(words - {"none"}) < 2:  # a default or a special case
             words |= set(USUAL_EFFORTS)
     if all(EFFORTS[word] == NONE for word in words):
         words |= set(USUAL_EFFORTS)

@@ -1,4 +1,4 @@
-"""The tokenizer: chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
+"""Chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 class Tokenizer:
     """A Hugging Face fast tokenizer, loaded by mlx-lm. `end_tokens` are further ids that end a reply.
 
-    Raises UnsupportedModel without a fast tokenizer, or if its decoder does not work token by token.
+    Raises UnsupportedModel without a fast tokenizer, and as `TokenBytes`.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, end_tokens: Collection[int] = ()) -> None:
@@ -58,7 +58,7 @@ class Tokenizer:
             or token_id in self.eos_ids
             or (_CONTROL_NAME.fullmatch(token.content) is not None and token.content not in reply_markers)
         )
-        # A Harmony reply ends after a call even if the folder does not list that token.
+        # A Harmony reply ends after a call, also where the folder does not say so.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -75,7 +75,7 @@ class Tokenizer:
         template = ChatTemplate(wrapper, self.marks)
         self.chats = ChatRenderer(template, self.marks, self.encoder, self._start, self.reply_format)
         self.next_prompts = NextPrompts(self.chats, self.encoder, self.reply_format)
-        # Reply readers treat marker tokens as markers everywhere: a grammar must not use them as text.
+        # Reply readers treat these as markers everywhere.
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
         # No reference to self: a cycle would keep the child processes alive.
@@ -85,11 +85,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load from a model folder without running its code. Raises UnsupportedModel."""
+        """See `load_wrapper`."""
         return cls(load_wrapper(Path(path)), end_tokens(Path(path)))
 
     def start(self) -> None:
-        """Start the child processes and render a chat."""
         self.grammars.start()
         self.chats.start()
 
@@ -151,10 +150,7 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """Return a detokenizer for the text after a token, None at a text's start.
-
-        It drops a leading space that the tokenizer would add again.
-        """
+        """Return a detokenizer for the text after a token (None: at the start), without a space that `encode` adds."""
         return Detokenizer(self.token_bytes, self.control_ids | self.eos_ids, self._start.dummy_space(after))
 
     def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:

@@ -81,7 +81,6 @@ class DecoderTrainer:
             return self.base.adapters.load(read_adapter(Path(folder), self.base.adapters.modules))
 
     def run(self, report: Callable[[Progress], None] = lambda progress: None, every: int = 10) -> None:
-        """Train until the recipe's last step, also after `load`."""
         losses, tokens, since = [], 0, time.perf_counter()
         while self.step < self.recipe.steps:
             batch = self.batches.batch(self.step)

@@ -40,7 +40,7 @@ class Rounding:
 
 
 class RoundedNorm:
-    """MLA's norm of the latent, rounded to the values of the 4-bit cache."""
+    """MLA's norm of the latent, rounded."""
 
     def __init__(self, norm: Callable[[mx.array], mx.array], rounding: Rounding) -> None:
         self._norm, self._rounding = norm, rounding
@@ -66,10 +66,7 @@ class PromptCache:
 
 
 class DecoderCache:
-    """One layer's KV of prompts [B, H, P, D], followed by the decoder's own.
-
-    `lengths`: int32 [B], tokens of each prompt; the rest is padding.
-    """
+    """One layer's KV of prompts [B, H, P, D], then the decoder's own. `lengths`: int32 [B], tokens without padding."""
 
     def __init__(self, prompt: PromptCache, lengths: mx.array) -> None:
         self.offset = lengths
@@ -84,7 +81,7 @@ class DecoderCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
-        assert self._prompt.keys is not None  # filled by the first pass
+        assert self._prompt.keys is not None
         lengths, own = self.offset[:, None], mx.arange(N)[None]
         prompt = mx.broadcast_to(
             mx.arange(self._prompt.keys.shape[2])[None], (len(lengths), self._prompt.keys.shape[2])

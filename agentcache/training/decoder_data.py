@@ -20,7 +20,7 @@ _PAD_TO = 32  # few shapes: buffers are reused
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt (at least one) and of its answer, end-of-turn token included."""
+    """Token ids of a prompt (not empty) and of its answer, with end of turn."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -75,10 +75,7 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 
 
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
-    """Yield an example for each assistant message; all before it is the prompt.
-
-    Raises ConfigError if the chat template refuses the messages.
-    """
+    """Yield an example for each assistant message. Raises ConfigError if the chat template refuses the messages."""
     for conversation in conversations:
         messages, tools = conversation["messages"], conversation["tools"]
         for index, message in enumerate(messages):

@@ -19,10 +19,7 @@ WEIGHTS_FILE, CHECKPOINT_FILE = "adapters.safetensors", "checkpoint.safetensors"
 
 
 def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], scale: float) -> None:
-    """Write an adapter in the format of `mlx_lm.lora`.
-
-    `matrices`: a [in, r] and b [r, out] without the scale, by names such as `3.self_attn.q_proj.lora_a`.
-    """
+    """Write an adapter in the format of `mlx_lm.lora`; `matrices`: `DecoderTrainer.parameters`, without the scale."""
     folder.mkdir(parents=True, exist_ok=True)
     prefix = _layers_name(model)
     modules = [name.rpartition(".")[0].partition(".") for name in matrices]

@@ -76,7 +76,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
 
 def _round(layer: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
-    assert isinstance(quantisation, Quantisation)  # the KV cache has 4 bits here
+    assert isinstance(quantisation, Quantisation)  # of 4 bits
     for module in layer.modules():
         if is_expanded(module):
             module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm.original, Rounding(quantisation))

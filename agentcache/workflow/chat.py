@@ -14,7 +14,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One question to an agent; `messages` is the complete history. `seed` None: random samples."""
+    """One question to an agent; `messages` is the complete history. Without `seed`, samples are random."""
 
     agent: str
     messages: Sequence[Message]
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The engine's answer; `report` is `Report` as plain data. `total_ms` includes saving."""
+    """The engine's answer, with `Report` as plain data. `total_ms` includes saving."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class Chat(Protocol):
 
 
 class LLMChat:
-    """Asks an `LLM`, which the caller opens and closes."""
+    """Asks an `LLM`, which the caller closes."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -83,7 +83,7 @@ class LLMChat:
 
 
 class HttpChat:
-    """Asks a server. A `salt` isolates its requests from other cached prompts."""
+    """Asks a server. `salt` isolates its requests from other cached prompts."""
 
     def __init__(self, client: Client, salt: str | None = None) -> None:
         self._client = client

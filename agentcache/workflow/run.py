@@ -16,10 +16,9 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord, WorkflowTransc
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run.
+    """Settings of a run. `session` prefixes the agents' ids; `max_tokens` overrides the script's.
 
-    `session` prefixes the agents' ids on the server. `max_tokens` overrides the script's. With `forget_phases`, a
-    phase begins with the system prompt alone.
+    With `forget_phases`, agents begin each phase with their system prompt alone.
     """
 
     session: str
@@ -30,8 +29,7 @@ class Settings:
 class WorkflowRun:
     """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
 
-    Only `speak` may run on other threads. Raises ConfigError: `done` is not the beginning of this script, or an agent
-    id is invalid.
+    Other threads may only `speak`. Raises ConfigError if `done` is not the script's beginning, or an id is invalid.
     """
 
     def __init__(self, script: Script, chat: Chat, settings: Settings, done: Iterable[TurnRecord] = ()) -> None:
@@ -91,7 +89,6 @@ class WorkflowRun:
         return OpenTurn(step, question, tables)
 
     def end_turn(self, turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
-        """Record a finished turn; later steps can hear it."""
         self._conversation.add(turn.step, exchange_of(turn.message, spoken.rounds, spoken.text))
         return record_of(turn, spoken, prefetched)
 
@@ -122,7 +119,7 @@ def server_agent_id(session: str, agent: str) -> str:
 
 
 def parse_phases(text: str, script: Script) -> range:
-    """Parse `"3"` or `"1-3"`, from 1. Raises ConfigError."""
+    """Parse `"3"` or `"1-3"`. Raises ConfigError."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if not found:
         raise ConfigError(f'phases must look like "3" or "1-3", not "{text}"')
@@ -156,7 +153,7 @@ class SpokenTurn:
 
 
 def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
-    """Take the turn. Changes only the engine's cache: it can be retried."""
+    """Take the turn. Changes only the engine's cache."""
     question = turn.question
     replies: list[Reply] = []
     rounds: list[ToolRound] = []
@@ -171,7 +168,7 @@ def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
 
 
 def exchange_of(opening: Message, rounds: Sequence[ToolRound], text: str) -> Exchange:
-    """A turn's messages, unmodified, so that later prompts extend the cached one."""
+    """A turn's messages, unmodified: later prompts extend the cached one."""
     between = [each for tool_round in rounds for each in _messages_of(tool_round)]
     return Exchange((opening, *between, message("assistant", text)), text)
 
@@ -219,7 +216,7 @@ def _calls_in(rounds: Sequence[ToolRound]) -> list[ToolCall | None]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that a turn adds to the speaker's history, and the answer that other agents hear."""
+    """Messages that a turn adds to the speaker's history, and the answer that others hear."""
 
     messages: tuple[Message, ...]
     text: str
@@ -228,8 +225,8 @@ class Exchange:
 class Conversation:
     """The histories of all agents. Each only grows at its end.
 
-    Statements since the speaker's last turn that it sees are part of its next user message, in script order. This
-    depends on positions only, so independent turns may run in any order.
+    A turn's user message begins with what it sees since the speaker's last turn, in script order: independent turns may
+    run in any order.
     """
 
     def __init__(self, script: Script) -> None:
@@ -242,12 +239,11 @@ class Conversation:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Steps that must end first: those that it hears or that its speaker took, and earlier phases."""
+        """Steps that must end first: heard ones, the speaker's own, and earlier phases."""
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
 
     def message_for(self, step: Step) -> Message:
-        """Statements heard, then the prompt."""
         heard = [self._spoken(other) for other in self._heard(step)]
         return message("user", "\n\n".join([*heard, step.turn.prompt]))
 

@@ -18,19 +18,19 @@ PREFETCHES = 2  # parallel; they share a disk
 
 @dataclass(frozen=True)
 class Schedule:
-    """At most `parallel` turns at a time. `prefetch`: restore the next speakers during turns."""
+    """At most `parallel` turns at a time. `prefetch`: restore the next speakers meanwhile."""
 
     parallel: int = PARALLEL
     prefetch: bool = True
 
 
-ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # makes the costs of turns comparable
+ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # comparable costs
 
 
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
     """Take pending steps, in parallel where possible; yield their records in script order.
 
-    If a turn fails, parallel turns are awaited and discarded; a retry finds their prompts cached.
+    If one fails, parallel turns are awaited and discarded; a retry finds their prompts cached.
     """
     with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
         prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None

@@ -68,7 +68,7 @@ class Script:
         raise KeyError(agent_id)
 
     def tools_of(self, agent_id: str) -> tuple[LookupTable, ...]:
-        """The tools of all the agent's turns: new ones in a later turn would change the prompt's beginning."""
+        """The tools of all the agent's turns, so that the prompt's beginning never changes."""
         turns = [turn for phase in self.phases for turn in phase.turns if turn.speaker == agent_id]
         return tuple(tool for tool in self.tools if any(tool.name in turn.tools for turn in turns))
 

@@ -1,4 +1,4 @@
-"""Transcripts of workflows: each turn with its cost and score, as JSON and as Markdown."""
+"""Transcripts of workflows: each turn with its cost and score."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
     Of several answers (tool calls), match, cache state, prompt and cached tokens, time to first token and restore are
-    the first's; other costs are sums. The caller measures `ttft_ms` and `total_ms`, which includes saving.
+    the first's; other costs are sums. `total_ms` includes saving.
 
     Args:
-        speaker, agent: the agent's ids in the script and on the server.
-        match: relation of the prompt to the agent's cached tokens.
+        speaker, agent: its ids in the script and on the server.
+        match: relation of the prompt to the cached tokens.
         written_bytes, saved: None if not reported.
         prefetched, prefetch_ms: a restore during another turn; not in the times.
     """
@@ -70,7 +70,7 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class WorkflowTranscript:
-    """A complete or partial run: records in script order, without gaps."""
+    """A run's records in script order, without gaps."""
 
     workflow: str
     title: str
@@ -115,7 +115,7 @@ def read_transcript(path: Path) -> WorkflowTranscript:
 
 @dataclass(frozen=True)
 class Check:
-    """One point of the score: words expected in the answer, or an expected call (as JSON)."""
+    """One point of the score: expected words, or a call as JSON."""
 
     expected: str
     found: bool

@@ -27,10 +27,7 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 class Filler:
-    """Fills values into a script's texts, and records which are used.
-
-    `known`: names with a value for some seed. `used`: names that the rules use.
-    """
+    """Fills values into a script's texts, and records which are `used`. `known`: names with a value for some seed."""
 
     def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""A tool's arguments one by one, for formats with one tag or field per argument, and grammar rules for fields.
+"""A tool's arguments one by one, for formats with one tag or field per argument.
 
 Schemas that need more are one JSON object, which the parsers of all dialects accept.
 """
@@ -24,7 +24,7 @@ _OF_STRINGS = _REMARKS | {"type", "minLength", "maxLength", "enum", "const", "fo
 _OF_LISTS = _REMARKS | {"type", "items", "minItems", "maxItems"}
 _NAME = re.compile(r"[\w.\-]{1,100}")
 _REFERS_ELSEWHERE = re.compile(r'"\$(dynamicRef|ref)": "(?!#/(\$defs|definitions)/)')
-_MOST_CHARACTERS = 1000  # bound of minLength, maxLength, minItems and maxItems
+_MOST_CHARACTERS = 1000  # of strings and lists
 _MOST_LITERALS = 500
 _MOST_REFERENCES = 8
 _NULL = "null"
@@ -66,7 +66,7 @@ Text = AnyText | TextOfLength | OneOf
 
 @dataclass(frozen=True)
 class TaggedArgument:
-    """One argument; `may_be_null` allows the word `null` instead of text."""
+    """One argument, or the word `null` if `may_be_null`."""
 
     name: str
     value: Text | Json
@@ -92,7 +92,7 @@ class ListOf:
 
 
 def tagged_arguments(source: str) -> TaggedArguments | None:
-    """Convert a schema's JSON text; None if the arguments cannot express its constraints."""
+    """Convert a schema's JSON text; None if arguments cannot express it."""
     root = parse_json(source)
     if root is True:
         root = {}

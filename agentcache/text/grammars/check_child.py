@@ -16,7 +16,7 @@ from agentcache.system.confined_child import serve
 
 _STEPS = 1000  # bytes of random text
 _MOST_SECONDS = 0.2  # CPU time of one mask
-_ENOUGH_SECONDS = 0.3  # CPU time of one grammar's check
+_ENOUGH_SECONDS = 0.3  # of one grammar
 _ENOUGH_FOR_ALL = 0.6  # of all grammars of a request
 _BYTES = 256
 MAX_CHARACTERS = 1 << 20  # of all parts together
@@ -28,7 +28,7 @@ class Reply:
 
 
 def main() -> None:
-    """Serve requests until the parent closes the socket."""
+    """Serve requests until the socket closes."""
     tokenizer = LLTokenizer("byte")
 
     def answer(request: list[bytes]) -> tuple[bytes, bytes]:

@@ -25,9 +25,9 @@ from agentcache.text.grammars.check_child import MAX_CHARACTERS, Reply, parser_l
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-GRACE = 0.05  # seconds that one answer's masks may delay other requests, in total
-QUICK = 0.0002  # seconds of CPU, about the cost of using another thread
-_MOST_THREADS = 8  # for masks
+GRACE = 0.05  # seconds that an answer's masks may delay other requests
+QUICK = 0.0002  # CPU seconds, about the cost of using another thread
+_MOST_THREADS = 8
 _KEPT = 32  # agents repeat theirs every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
 _CODE, _OFF_CODE = "grammar_unusable", "forms_unavailable"
@@ -36,7 +36,7 @@ log = logging.getLogger("agentcache.models")
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary for llguidance. A grammar allows `control_ids` only by explicit reference."""
+    """A tokenizer's vocabulary for llguidance; `control_ids` are allowed only by explicit reference."""
 
     bos_token_id = None
 
@@ -63,10 +63,7 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars for one tokenizer. Thread-safe.
-
-    `refusal`: why llguidance rejects the vocabulary; empty if accepted or untried.
-    """
+    """Compiles and caches grammars. Thread-safe. `refusal`: why llguidance rejects the vocabulary; else empty."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
@@ -87,10 +84,7 @@ class GrammarCompiler:
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
-        """Return the grammar, compiled or cached.
-
-        Raises InvalidRequest if a part is invalid, unsupported or too expensive, or llguidance rejects the vocabulary.
-        """
+        """Raises InvalidRequest for an invalid, unsupported or too expensive part, or after a `refusal`."""
         with self._lock:
             known = self._kept.get(reply.text)
             if known is not None:
@@ -114,7 +108,7 @@ class GrammarCompiler:
         return grammar
 
     def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
-        # A part that passes the check in a confined process is safe to compile here.
+        # A part that passes the check is safe to compile here.
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
@@ -169,7 +163,7 @@ class GrammarMatcher:
     """Matches the tokens of one answer.
 
     A known token starts the next mask: inline if the last one took less than `QUICK`, else on another thread. Slower
-    inline masks use up `GRACE`; after that, all masks go to threads. `is_over`: the text is complete.
+    inline masks use up `GRACE`; after that, all masks go to threads.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -184,7 +178,7 @@ class GrammarMatcher:
 
     def _start(self) -> Future[bytes]:
         if self._seconds >= QUICK or self._grace <= 0:
-            with suppress(RuntimeError):  # no thread available: compute inline
+            with suppress(RuntimeError):  # no thread available
                 return self._finders.submit(self._find)
         found = Future[bytes]()
         try:
@@ -202,7 +196,6 @@ class GrammarMatcher:
         return mask
 
     def take(self, token_id: int) -> None:
-        """Append a token that `mask` allows."""
         if not self._mask.done():
             wait([self._mask])
         # Inline: cheap, and the caller reads `is_over` next.
@@ -219,7 +212,7 @@ class GrammarMatcher:
         return self._mask.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the mask, up to `seconds` plus the remaining grace. Return `is_ready`."""
+        """Wait up to `seconds` plus the remaining grace. Return `is_ready`."""
         if not self.is_ready and wait([self._mask], seconds).not_done and self._grace > 0:
             began = time.perf_counter()
             wait([self._mask], self._grace)

@@ -1,4 +1,4 @@
-"""Builds the grammar of a whole reply (reasoning, markers, text, calls) from an answer form."""
+"""Builds the grammar of a whole reply from an answer form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from agentcache.text.replies.dialects import call_syntax
 
 # Accepted by the parsers of all dialects.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")
-# Masks are computed for every token.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _CALLS_FOLLOW = "<|python_tag|>"  # Llama's call marker, which Llama seldom writes
 _WHITE_SPACE = "/[ \\n\\r\\t]{0,4}/"
@@ -43,7 +42,7 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True)
 class Part:
-    """A rule's right side or a whole grammar from the request. Errors name `param`."""
+    """A rule's right side, or a whole grammar, from the request. Errors name `param`."""
 
     source: str
     param: str
@@ -91,7 +90,6 @@ class _Writer:
         return ReplyGrammar(json.dumps({"grammars": grammars}), tuple(self._parts))
 
     def _marked(self, form: AnswerForm, prompt_end: str) -> str:
-        # As `MarkedReader.begin` expects it.
         body, pairs = self._body(form), self._reply.thoughts
         end = prompt_end.rstrip(SPACE)
         opened = next((close for start, close in pairs if end.endswith(start)), None)
@@ -121,7 +119,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _syntax(self, form: AnswerForm) -> CallSyntax | None:
-        # None, for text only, if calls would be ambiguous with text.
+        # None if calls would be ambiguous with text.
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
@@ -202,7 +200,7 @@ class _Writer:
         rule = self._named(literal(argument.name), syntax, type_, spelled)
         if not (argument.may_be_null and syntax.says_type):
             return rule
-        # The parser reads `null` of type string as text: null needs its own type.
+        # The parser reads `null` of type string as text.
         null = f"{literal('null')} {self._rules.spelled(syntax.close)}"
         return self._rules.rule(f"{rule} | {self._named(literal(argument.name), syntax, 'null', null)}")
 
@@ -218,7 +216,7 @@ class _Writer:
             return f"{around} {self._text_until(syntax.close)}"
         if isinstance(value, Json):
             return f"{around} {self._rules.rule(value.rule)} {around} {closed}"
-        # One terminal for text and end: the boundary between two would be ambiguous.
+        # One terminal: the boundary between two would be ambiguous.
         first, *rest = self._rules.pieces(syntax.close)
         end = escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
         if not end and syntax.on_lines:

@@ -10,9 +10,9 @@ from agentcache.text.marks import any_of
 
 # Supported by llguidance. JSON Schema allows ignoring other formats.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # maps from names to schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name to schema
 _PLAIN = ("const", "enum", "default", "example", "examples")
-# Bounded: an unsure model may write white space without end.
+# An unsure model may write white space without end.
 _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
@@ -66,7 +66,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:
-    """Return the right side of a Lark rule for a schema's JSON text. Raises ValueError if it is no schema."""
+    """Return the right side of a Lark rule for a schema's JSON text. Raises ValueError."""
     schema = parse_json(definition)
     if schema is True:
         schema = {}

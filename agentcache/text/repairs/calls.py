@@ -60,7 +60,7 @@ def empty_tools(work: Work) -> None:
 
 def named_ids(work: Work) -> None:
     told: list[Message] = []
-    names: dict[Any, deque[Any]] = {}  # new ids of pending results, by old id
+    names: dict[Any, deque[Any]] = {}  # new ids by old id
     count = 0
     for message in work.messages:
         calls, own = [], defaultdict[Any, deque[Any]](deque)

@@ -1,4 +1,4 @@
-"""The repairs that a chat template may need, and the notation of calls as text."""
+"""The repairs that a chat template may need."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class CallIds(Enum):
 
 
 class ThoughtField(Enum):
-    """Fields of a message under which a template reads the thought."""
+    """Fields under which a template reads the thought."""
 
     USUAL = (THOUGHT,)  # also "thinking" (see `ChatTemplate`)
     REASONING = ("reasoning",)
     SHORT = ("thought",)
     BLOCKS = ()  # a block of the content
-    ALL = (THOUGHT, "reasoning", "thought")  # none is seen to be read; a request's variables may change that
+    ALL = (THOUGHT, "reasoning", "thought")  # none is known to be read
 
 
 _NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
@@ -120,7 +120,7 @@ NO_TEMPLATE = Repairs(tools_as_text=True, calls_as_text=True)
 
 @dataclass
 class Work:
-    """A conversation under repair. Messages are replaced, never changed in place."""
+    """A conversation under repair. Messages are never changed in place."""
 
     messages: list[Message]
     tools: list[Message] | None
@@ -129,7 +129,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     ends_with_placeholder: bool = False
     variables: dict[str, str] = field(default_factory=dict)
-    words: dict[str, str] = field(default_factory=dict)  # text to insert before calls, by its mark
+    words: dict[str, str] = field(default_factory=dict)  # to insert before calls, by mark
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -179,7 +179,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """Return a reply format's notation, its control tokens sealed; `<tool_call>` with JSON if it has none."""
+    """Return a format's notation, its control tokens sealed; `<tool_call>` with JSON if it has none."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)

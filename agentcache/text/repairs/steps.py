@@ -31,10 +31,9 @@ from agentcache.text.template import REFUSED
 log = logging.getLogger("agentcache.models")
 
 _WORD = re.compile(r"Zq[a-z]+")
-# Templates that write out an unknown kind of value end it with a quotation mark.
+# If quoted, the template only writes out an unknown value.
 _SHOWN_THOUGHT = re.compile(r"""Zqthought(?!\\*['"])""")
 Tools = Sequence[Message] | None
-# Takes messages, tools and further variables.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
 # In this order.
@@ -124,7 +123,7 @@ class _Probe:
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
-    """Return the repairs; `NO_TEMPLATE` if the template refuses every chat. A time or memory limit ends the search.
+    """Return the repairs, as far as time and memory suffice; `NO_TEMPLATE` if the template refuses every chat.
 
     Raises UnsupportedModel for a syntax error in the template.
     """
@@ -287,7 +286,7 @@ _SWITCHES = (
 _CALL = _calling(_call("Zqgarden"))
 _CALLS = _calling(_call("Zqgarden"), _call("Zqcellar", 1), content="Zqwords")
 _RESULTS = [_result("Zqsleeps"), _result("Zqopened", 1)]
-# A template may show a thought only beside a call, or only in an answer.
+# Some templates show a thought only beside a call, or only in an answer.
 _THOUGHTFUL: list[tuple[list[Message], Tools]] = [
     ([_USER, {**_CALL, THOUGHT: "Zqthought"}, _result("Zqsleeps")], _TOOLS),
     ([_USER, {**_ANSWER, THOUGHT: "Zqthought"}], None),

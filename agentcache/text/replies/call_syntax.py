@@ -1,4 +1,4 @@
-"""The syntax in which calls are written: for grammars, and to show it in prompts."""
+"""The syntax in which calls are written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 class ArgumentSyntax:
     """Syntax of a tagged argument. Line breaks are allowed between the parts.
 
-    `name_open` and `name_close` may hold `TYPE` and `IS_STRING`. The first `close` ends the value; without `on_lines`,
-    white space around it is no part of it.
+    The first `close` ends the value; without `on_lines`, white space around it is no part of it.
     """
 
     name_open: str
@@ -41,7 +40,7 @@ class ArgumentSyntax:
 class FieldSyntax:
     """Syntax of arguments as `name value` fields.
 
-    Strings are unescaped between `quote`; if that is empty, values are JSON and names are Python identifiers.
+    Strings are unescaped between `quote`; without it, values are JSON and names Python identifiers.
     """
 
     assign: str
@@ -77,7 +76,6 @@ class CallSyntax:
 
     @property
     def is_bare(self) -> bool:
-        """Whether calls are JSON without a marker."""
         return not self.begin and self.open.startswith("{")
 
     @property

@@ -13,7 +13,7 @@ from agentcache.text.json_values import JsonText
 from agentcache.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SPACE = " \t\n\r"
-LONGEST_HEADER = 512  # characters within which a call's name must end
+LONGEST_HEADER = 512  # characters up to the end of a call's name
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
@@ -22,7 +22,7 @@ def _as_it_is(text: str) -> str:
 
 
 class CallSink:
-    """Collects the events of calls, one call at a time. `spell` and `spell_json` decode coded text and JSON."""
+    """Collects the events of calls, one at a time. `spell` and `spell_json` decode coded text and JSON."""
 
     def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
         self.events: list[Event] = []
@@ -53,7 +53,7 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """What a finished call parser leaves: text that is no call, unread text, whether a supposed call is none."""
+    """What a call parser leaves: text that is no call, unread text, whether a supposed call is none."""
 
     shown: str = ""
     rest: str = ""
@@ -108,7 +108,6 @@ def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> set[str]:
-    # `seen` ends reference cycles.
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     if isinstance(reference := schema.get("$ref"), str):

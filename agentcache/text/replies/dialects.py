@@ -44,10 +44,10 @@ class Dialect:
 
     Args:
         noise: dropped markers.
-        ends: markers after which a reply with calls may end, without a turn's end.
+        ends: markers after which a reply with calls may end.
         bare: whether a reply that begins with a JSON object may be a call.
-        hints: texts that identify the dialect in a template or its output; the opening markers if empty.
-        writes: syntax of demanded calls, which the parsers must read.
+        hints: texts that identify the dialect; the opening markers if empty.
+        writes: syntax of demanded calls.
         writes_with: a token, and the syntax for models that have it.
     """
 
@@ -111,7 +111,6 @@ def bare_object(parts: DialectParts) -> CallReader:
 
 
 def _argument(tags: Tags, attribute: str = "", kind: str = "") -> ArgumentSyntax:
-    # `attribute` holds the name, `kind` the type; neither if empty.
     before, after = (f' {attribute}="', '"') if attribute else ("", "")
     name_close = f"{after}{kind}{tags.argument_end}"
     return ArgumentSyntax(tags.argument + before, name_close, tags.value_end, tags.value, tags.on_lines)
@@ -194,7 +193,6 @@ _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
 _DSML_SECTIONS = ("tool_calls", "function_calls")
 
-# For models without a dialect.
 _TOLD = "json_tools"
 
 

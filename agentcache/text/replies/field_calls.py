@@ -33,9 +33,9 @@ _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
 
 @dataclass(frozen=True)
 class FieldNotation:
-    """Punctuation of one call format. `around`: characters allowed around calls. `opening`: text before a call's name.
+    """Punctuation of one call format. `around`: characters allowed around calls. `opening`: text before a name.
 
-    `quotes`: longer ones first; backslash escapes count only inside `'` and `"`.
+    Longer `quotes` are first; backslash escapes count only inside `'` and `"`.
     """
 
     around: str
@@ -129,7 +129,7 @@ class FieldText:
         return end
 
     def _is_followed(self, text: str) -> bool | None:
-        # A quote ends the string only before these; None if more is needed.
+        # A quote ends the string only before these.
         text = text.lstrip(SPACE)
         return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
@@ -234,7 +234,7 @@ def _unescaped(code: str) -> str:
         return _ESCAPED[code]
     kind = code[0]
     if kind == "u" and len(code) > 1:
-        return "\\" + code  # may be a surrogate; `JsonText` handles it
+        return "\\" + code  # maybe a surrogate, for `JsonText`
     if kind in "01234567" or (kind in "xU" and len(code) > 1):
         number = int(code, 8) if kind.isdigit() else int(code[1:], 16)
         is_character = number <= 0x10FFFF and not 0xD800 <= number < 0xE000

@@ -1,4 +1,4 @@
-"""Detects a model's reply format from its tokens, its chat template and a reply that the template renders."""
+"""Detects a model's reply format from its tokens, its template and a rendered reply."""
 
 from __future__ import annotations
 
@@ -100,12 +100,11 @@ def _find_dialect(
 
 
 THOUGHT = "RIVERSTONE"
-# They tell the dialects apart.
 _ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("look_around", {"place": 'the "east" GARDEN', "count": 3, "deep": {"list": ["a", 1, True]}}),
     ("look_up", {"word": "CELLAR"}),
 )
-_MARKS = ("GARDEN", "CELLAR")  # one per call
+_MARKS = ("GARDEN", "CELLAR")
 _PROPERTIES = {
     "place": {"type": "string", "description": "Where."},
     "count": {"type": "integer", "description": "How often."},
@@ -132,7 +131,7 @@ USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
 
 
 def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
-    """Return an assistant message with sample calls."""
+    """An assistant message with sample calls."""
     calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
@@ -151,7 +150,7 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """A template's rendering of `call_message(num_calls)` after `prompt`, including the end of turn."""
+    """A template's rendering of `call_message(num_calls)` after `prompt`, with the end of turn."""
 
     prompt: str
     text: str
@@ -163,7 +162,7 @@ class WrittenReply:
 
 
 def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
-    """Cut the reply out of the conversation `whole`, which may lack the generation prompt."""
+    """Cut the reply out of `whole`, which may lack the generation prompt."""
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
         opened = whole.rfind("<", 0, begin)

@@ -46,7 +46,7 @@ class HarmonyReader:
         self._has_begun = False  # part is emitted
         self._zones = Zones(self._codes.shown)
         self._undecided: list[str] = []  # a header, or plain text
-        self._pause = {ReasoningDelta: "", TextDelta: ""}  # to emit before the next message of the kind
+        self._pause = {ReasoningDelta: "", TextDelta: ""}  # before the next message
 
     @property
     def num_calls(self) -> int:

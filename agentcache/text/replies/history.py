@@ -23,10 +23,10 @@ from agentcache.text.replies.events import Call, Reasoning, Text, blocks_of
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.tokenizer import Tokenizer
 
-Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
+Said = tuple[str, tuple[tuple[str, str], ...]]  # text and calls
 
-_PROMPT_END = 256  # characters that may open reasoning or calls
-_MOST_ENDS = 8  # for a reply's end
+_PROMPT_END = 256  # characters
+_MOST_ENDS = 8
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
@@ -153,8 +153,8 @@ class ReplyReading:
     def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
         """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
-        Return whether the reasoning, too, is equal, and the reply's end or None. An end marker that is not in
-        `generated`, the text of `reply`, is no part of it.
+        Return whether the reasoning is equal, too, and the reply's end or None. It includes an end marker only if
+        `generated` does.
         """
         without_thought: int | None = None
         has_end = False
@@ -221,9 +221,9 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     The cache holds that spelling. From the first omitted reasoning on, `text` stays unchanged.
     """
     old, at, old_at = transcript.text, 0, 0
-    done: list[str] = []  # result for `text[:at]`
+    done: list[str] = []  # for `text[:at]`
     is_own = True  # so far equal to the transcript
-    same_until = shared_until(old, text, 0, 0)  # in the transcript
+    same_until = shared_until(old, text, 0, 0)
     for begin, end in transcript.generated_ranges():
         front = reading.opened_at(old, begin)
         if same_until >= end:
@@ -249,7 +249,7 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
 def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[list[dict[str, Any]]]:
-    """Return variants of `messages` with the reasoning that the client omitted; two if equal replies are ambiguous."""
+    """Return `messages` with the reasoning that the client omitted; two variants if equal replies are ambiguous."""
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
     last = _thoughts_of(messages[::-1], known[::-1])

@@ -14,7 +14,7 @@ from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallReader, Cal
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _NESTING_KEYS = ("function", "tool")
-_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # may precede the name in a call without a marker
+_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # may precede the name
 _NO_NAME = re.compile(
     r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]"
     r"|<\|tool_call:(name|args)\|>"
@@ -32,7 +32,7 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """Parses one call: a header, from which `name_of` reads the name, the arguments object, a closing marker."""
+    """Parses one call: a header with the name, the arguments object, a closing marker."""
 
     _at: _InCall
 

@@ -17,15 +17,15 @@ from agentcache.text.replies.dialects import DIALECTS, NO_CALLS, Dialect, Dialec
 from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta, Zone, Zones
 from agentcache.text.replies.harmony import HarmonyReader
 
-# Characters that a stream holds after a closing marker.
+# See `MarkedReader`.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
 class ReplyReader(Protocol):
     """Parser for one reply.
 
-    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning,
-    perhaps begun in unread text; None outside reasoning, or if a marker token may have begun the end.
+    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning, or
+    None outside it, and if a marker token may have begun the end.
     """
 
     is_doubtful: bool
@@ -50,7 +50,7 @@ class ReplyReader(Protocol):
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """Create a parser; without `tools`, calls stay text. `whole`: events are used only after the reply's end."""
+    """Create a parser; without `tools`, calls stay text. `whole`: events are used only at the reply's end."""
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
     dialect = DIALECTS.get(form.dialect or "") if tools is not None else None
@@ -95,9 +95,9 @@ class _State(Enum):
 class MarkedReader:
     """Parser for replies with markers around reasoning and calls. Drops white space next to them.
 
-    A model may close its reasoning twice: all text before the last closing marker is reasoning, unless a call comes
-    first. A stream, which cannot take text back, holds `DOUBTED` characters after a closing marker
-    (`DOUBTED_UNTHOUGHT` after empty reasoning) and ignores later ones.
+    Some models close their reasoning twice: all text before the last closing marker is reasoning, unless a call comes
+    first. A stream holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT` after empty reasoning), and
+    ignores later ones.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # These begin a call inside reasoning that a model forgot to close, too.
+        # These begin a call in unclosed reasoning, too.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
         self._text = ""  # unread
         self._gap = ""  # white space before more text
-        self._strips = False  # drop white space before the next text
+        self._strips = False
         self._said = False
         self._thought: list[str] = []  # reasoning without an opening marker
         self._stops: list[str] = []  # of the current reasoning, its own end first
@@ -144,7 +144,7 @@ class MarkedReader:
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
         self._doubted = inf if self._is_whole else 0.0  # characters to hold
-        self._held: list[tuple[str, bool]] = []  # possible reasoning; True if clients never see it
+        self._held: list[tuple[str, bool]] = []  # possible reasoning; True: never shown
         self._has_closed = self._has_thought = self.is_doubtful = False
 
     @property
@@ -213,7 +213,7 @@ class MarkedReader:
         while steps[self._state](final):
             continue
 
-    # Each step reads from `_text` and returns whether to continue.
+    # Each step returns whether to continue.
 
     def _in_text(self, final: bool) -> bool:
         text = self._text

@@ -1,4 +1,4 @@
-"""Stop strings: an automaton that finds them (Aho and Corasick, 1975), and their search in a reply's answer text."""
+"""Stop strings: an automaton that finds them (Aho and Corasick, 1975), and their search in a reply."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class FoundStop:
 
 
 class StopStrings:
-    """Finds non-empty strings in a text that arrives in pieces. Immutable: the caller keeps the state.
+    """Finds non-empty strings in a text that arrives in pieces. The caller keeps the state.
 
-    A state is the longest suffix that is a prefix of a string; 0 for none. Of several matches in one piece, the
-    earliest start wins, then the shortest.
+    A state is the longest suffix that is a prefix of a string. In one piece, the first start wins, then the shortest.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -83,7 +82,6 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        # Breadth first.
         following: dict[int, list[tuple[int, int]]] = {}
         for key, state in self._next.items():
             following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
@@ -107,8 +105,8 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 class StopSearch:
     """Incremental search for stop strings. Positions count from the start of the reply.
 
-    A string counts only if all of it is answer text. The reader is slow: it runs only while a found string's zone is
-    unknown. Reasoning is searched only for its end.
+    A string counts only if all of it is answer text. The slow reader runs only while a found string's zone is unknown;
+    reasoning is searched only for its end.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
@@ -121,7 +119,7 @@ class StopSearch:
         self._placed: list[Placed] = []
         self._waits = False  # the zone of a found string is unknown
         self._zoned = 0
-        self._undecided = ""  # text after the zones, read by the reader
+        self._undecided = ""  # text after the zones
         self._said = 0  # state over answer text up to `_zoned`
         self._from = 0  # first possible start of a string
         self._thought_end: re.Pattern[str] | None = None
@@ -130,7 +128,7 @@ class StopSearch:
 
     @property
     def num_held(self) -> int:
-        """Characters at the text's end that may be or begin a stop string."""
+        """Characters at the end that may be or begin a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
@@ -144,7 +142,7 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Return the first stop string that counts, or None. `placed`: offset and name of each marker token."""
+        """Return the first stop string that counts. `placed`: offset and name of each marker token."""
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
                 return None

@@ -14,8 +14,8 @@ from agentcache.text.json_values import MAX_REPLY_DEPTH, JsonText, json_string, 
 from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.text.replies.json_calls import ObjectCalls
 
-_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument
-_LONGEST_LITERAL = 10_000  # characters
+_MAX_DEPTH = MAX_REPLY_DEPTH - 1
+_LONGEST_LITERAL = 10_000
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
 _STRING_ATTRIBUTE = re.compile(r'\bstring\s*=\s*"(true|false)"')
@@ -30,8 +30,7 @@ class Tags:
     Args:
         name_end: if empty, the next tag or line break ends the tool name.
         call_end: if empty, the closing marker of all calls ends a call.
-        on_lines: strip one line break on each side of a value; else strip white space, except from strings.
-        untyped: see `converted`.
+        on_lines: strip one line break on each side of a value; else white space, except from strings.
         cdata: accept values in `<![CDATA[…]]>`.
     """
 
@@ -75,10 +74,7 @@ class _At(Enum):
 
 
 class TaggedCalls(Steps):
-    """Parses tagged calls up to the marker `close`, which may be empty.
-
-    Streams arguments of type string, emits others when complete.
-    """
+    """Parses tagged calls up to the marker `close`, which may be empty. Streams only arguments of type string."""
 
     _at: _At
 
@@ -96,8 +92,8 @@ class TaggedCalls(Steps):
         self._num_arguments = 0
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._begun = False  # part of it is emitted
-        self._value: list[str] = []  # unemitted
+        self._begun = False
+        self._value: list[str] = []
         self._behind: list[str] = []
         self._has_inner: bool | None = None  # None if unknown
         self._inner = JsonText()
@@ -228,7 +224,7 @@ class TaggedCalls(Steps):
         return None
 
     def _behind_value(self, final: bool) -> Left | None:
-        # A closing tag ends the value only before the next tag or the end of the reply.
+        # A closing tag counts only before the next tag or the end of the reply.
         text = self._text.lstrip(SPACE)
         self._behind.append(self._text[: len(self._text) - len(text)])
         self._text, tags = text, self._tags
@@ -259,7 +255,7 @@ class TaggedCalls(Steps):
         return False if begins == _CDATA else None
 
     def _collect(self, text: str) -> None:
-        # `_inner` follows lists and objects: a closing tag inside one of their strings does not end the value.
+        # `_inner`: a closing tag inside a string of a list or object does not end the value.
         if not text:
             return
         self._value.append(text)
@@ -271,7 +267,7 @@ class TaggedCalls(Steps):
             self._inner.take()
 
     def _pass_on(self, text: str) -> None:
-        # A final line break waits in `_value`: it may belong to the tag.
+        # A final line break may belong to the tag.
         on_lines = self._tags.on_lines
         if not self._begun:
             text, self._begun = text.removeprefix("\n") if on_lines else text, True
@@ -339,7 +335,7 @@ class TaggedCalls(Steps):
         return Left(rest="" if self._at is _At.KEY else self._text)
 
     def _cut_value(self) -> None:
-        # A string keeps its text so far, other values need a closing tag.
+        # Values that are not strings need a closing tag.
         self._value.append(self._text)
         value, end = "".join(self._value), self._tags.value_end
         self._text = ""
@@ -371,7 +367,7 @@ def _types_in(tag: str) -> frozenset[str] | None:
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
     """Convert an argument's text to a value of the JSON schema `types` (empty if unknown); too deep, it stays text.
 
-    `untyped`: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
+    `untyped`: parse an unknown type as JSON or a Python literal; else it stays text, except null.
     """
     if "string" in types and len(types) == 1:
         return text
