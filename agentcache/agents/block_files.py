@@ -85,7 +85,7 @@ def subtract(counts: Counter[T], names: Iterable[T]) -> None:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """One per block and cache group."""
+    """Names of the blocks' files, one per cache group."""
     return [name for block in blocks for name in block.names]
 
 
@@ -126,7 +126,7 @@ class BlockFiles:
         return sum(self._store.blocks.size_of(self.key(name)) for name in names)
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Slightly overestimate the bytes of a lineage with that many tokens saved."""
+        """Bytes with that many tokens saved, slightly overestimated."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))

@@ -64,7 +64,6 @@ class KeptCache:
         return kind_of(self.name)
 
     def header(self, node: Node, index: int) -> BlockHeader:
-        """The header that the file of a node's block must have."""
         assert node.parent is not None
         group = self.prefix.all_groups[index].name
         return BlockHeader(
@@ -112,7 +111,6 @@ class KeptCaches:
         return self.find(name) is not None
 
     def root(self, cache: KeptCache, salt: str) -> str:
-        """Chain key before the first block."""
         namespace = self.namespace(salt)
         if cache is self.base:
             return namespace.root
@@ -145,7 +143,7 @@ class KeptCaches:
 
     @property
     def evicted_blocks(self) -> dict[str, int]:
-        """Blocks evicted since start, by kind of cache; includes checkpoints."""
+        """Since start, by kind of cache, with checkpoints."""
         residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
         evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
         return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}

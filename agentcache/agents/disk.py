@@ -163,7 +163,7 @@ class Disk:
             log.error("lineage %s of an import that failed stays: %s", record.name, error)
 
     def use_responses(self, work: Callable[[ResponseFiles], None]) -> Committed:
-        """Run `work` on stored responses; if the budget is exceeded, make room and repeat."""
+        """Run `work`; if the budget is exceeded, make room and repeat."""
 
         def use() -> None:
             with as_store_error("read or write stored responses"):
@@ -279,7 +279,7 @@ class DiskRoom:
                     raise
 
     def could_hold(self, num_bytes: int) -> bool:
-        """As `fits`, for that many more bytes."""
+        """Whether that many more bytes fit after every permitted eviction."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self._files.bytes_of(self._lineages.protected_blocks())

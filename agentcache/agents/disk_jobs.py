@@ -77,7 +77,6 @@ class DiskJobs:
         self._writer.close()
 
     def copy_out(self, targets: Sequence[BlockToWrite]) -> list[BlockWrite]:
-        """Copy blocks out of the arenas and mark them as pending."""
         writes = [_copied(target) for target in targets]
         for target in targets:
             target.node.pending.add(target.group)
@@ -149,7 +148,6 @@ class DiskJobs:
         return known if known is not None and known.held == dropped.held else None
 
     def evict(self, record: AgentRecord, outcome: Committed) -> None:
-        """Free the RAM of a removed lineage's deleted blocks."""
         deleted = set(outcome.deleted)
         for cache in self._caches:
             named = (block for block in record.held if block.cache == cache.name)

@@ -133,10 +133,7 @@ class Persistence:
         repeated: int = 0,
         final: bool = False,
     ) -> None:
-        """Make a turn durable (`TurnWriter.write`), with the checkpoints that `SavedSnapshots.choose` selects.
-
-        `record` is the lineage after the turn; `turns` are base's, then adapters'.
-        """
+        """Make a turn durable. `record` is the lineage after it; `turns` are base's, then adapters'."""
         record = self._snapshots.choose(record, lasting, repeated, final=final)
         self.turns.write(cut_residuals(record, self._caches.namespace), turns, done)
 
@@ -148,7 +145,6 @@ class Persistence:
             self._snapshots.forget(name)
 
     def save_snapshot(self, record: AgentRecord) -> None:
-        """Write the last checkpoint if it is not on disk and the lineage is not pinned."""
         if record.name in self._unsaved and not self._pins.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
             turn = CacheTurn(BASE_CACHE, record.num_saved, blocks)

@@ -364,7 +364,6 @@ class Restorer:
         return self.buffered.are_under_way
 
     def close(self) -> None:
-        """Wait for running reads; start no further ones."""
         self.cease()
         self._readers.shutdown(wait=True)
 

@@ -137,7 +137,7 @@ class Agents:
         return (record,)
 
     def get(self, agent_id: str) -> AgentRecord:
-        """The longest lineage, of equals the last used. Raises NotFound."""
+        """The longest lineage, of equals the last used."""
         return max(self.lineages(agent_id), key=lambda record: (len(record.transcript), record.last_used))
 
     def count(self, agent_id: str) -> int:
@@ -164,7 +164,6 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def remove(self, record: AgentRecord) -> None:
-        """Remove a lineage, and its agent with the last one."""
         (known,) = self.lineages(record.id, record.lineage)
         left = tuple(other for other in self._lineages[record.id] if other is not known)
         if left:
@@ -314,8 +313,7 @@ class AgentTable(Lineages):
     def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
         """The idle lineage with the highest eviction priority, if the agent has more than `bound`.
 
-        The last used stays; also the longest, if `bound` > 1: short subagents must not evict a waiting main
-        conversation.
+        The last used stays; if `bound` > 1, also the longest: short subagents must not evict a main conversation.
         """
         known = self._lineages.get(agent_id, ())
         if len(known) <= bound:

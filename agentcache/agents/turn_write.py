@@ -47,7 +47,7 @@ class CacheTurn:
 
 @dataclass(frozen=True)
 class CachePart:
-    """A `CacheTurn` that is written."""
+    """A `CacheTurn` on its way to disk, with its cache."""
 
     cache: KeptCache
     blocks: Sequence[PathBlock]

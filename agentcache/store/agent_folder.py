@@ -120,7 +120,6 @@ class AgentFolder:
         self._loaded = True
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """Retry unavailable lineages; return those now available."""
         for name in names:
             self._unavailable.pop(name, None)
             self._load(name)

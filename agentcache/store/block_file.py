@@ -126,7 +126,6 @@ class BlockHeader:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens up to the block's end."""
         return self.position * BLOCK_SIZE + self.num_tokens
 
 

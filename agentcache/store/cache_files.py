@@ -293,7 +293,7 @@ class CacheFiles:
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def all_there(self, folder: Path, names: Sequence[str]) -> bool:
-        """Whether all files exist; `names` are `subfolder/file`."""
+        """`names` are `subfolder/file`."""
         with self.folder(folder) as fd:
             try:
                 for name in {name.partition("/")[0] for name in names}:

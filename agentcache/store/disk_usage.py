@@ -141,7 +141,7 @@ class DiskUsage:
         return self._by_kind[kind]
 
     def classify(self, path: str, kind: str) -> None:
-        """Set the kind of a block, which may not exist yet."""
+        """The block may not exist yet."""
         with self._lock:
             size = self._sizes.get(path, 0)
             self._by_kind[self._kind_of(path)] -= size
@@ -216,7 +216,6 @@ class Quarantine:
         self._lock = threading.Lock()
 
     def adopt(self) -> None:
-        """Create the folder, or record its files."""
         self._files.make_folder(self._folder)
         for name, status in self._files.list_folder(self._folder):
             self._usage.record(str(self._folder / name), _size_of(status))

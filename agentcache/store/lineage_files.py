@@ -122,7 +122,7 @@ class LineageReader:
         return self._folder / f"{name}.{generation}.log"
 
     def read(self, name: str, served: ServedCache | None) -> SavedAgent:
-        """Read and check a lineage. Raises FileNotFoundError without a manifest."""
+        """Raises FileNotFoundError without a manifest."""
         manifest = self._read_manifest(name)
         try:
             content = self._read_content(manifest)

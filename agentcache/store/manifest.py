@@ -171,7 +171,7 @@ class SavedCache:
         return KVOrigin(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
-        """Spans of the blocks, in the log's order."""
+        """In the log's order."""
         return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:

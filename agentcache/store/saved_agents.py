@@ -119,7 +119,7 @@ class BlockClaims:
         self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
 
     def look(self, *, is_unavailable: bool, is_damaged: bool) -> None:
-        """Compare files and manifests at start, after `SavedAgents.load_all`."""
+        """Call at start, after `SavedAgents.load_all`."""
         self.knows_all_manifests = not is_unavailable and not is_damaged
         if self.knows_all_manifests:
             return

@@ -205,7 +205,7 @@ class Store:
             return written
 
     def has_agent(self, name: str) -> bool:
-        """Whether a lineage is saved. Thread-safe."""
+        """Thread-safe."""
         return self._agents.served.find(name) is not None or self._former.has(name)
 
     def _has_manifest_of(self, agent_id: str) -> bool:
@@ -236,7 +236,7 @@ class Store:
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
     ) -> list[StoredBlock | None]:
-        """Read and verify blocks; None for each missing or wrong one."""
+        """None for each missing or wrong block."""
         places = [None] * len(headers) if buffers is None else buffers
         found: list[StoredBlock | None] = []
         for header, buffer in zip(headers, places, strict=True):
@@ -263,7 +263,7 @@ class Store:
                 raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        """Remove block files, except those that must stay (`BlockClaims.deletable`); return the bytes freed."""
+        """Keep those that must stay (`BlockClaims.deletable`); return the bytes freed."""
         with as_store_error("delete blocks"), self.visit():
             return self._blocks.delete(self.claims.deletable(keys, for_room=for_room))
 

@@ -141,7 +141,6 @@ class FolderLock:
             raise StoreError(f"cannot lock {cache_dir}: {error}") from error
 
     def is_in_place(self) -> bool:
-        """Whether the locked file is still at its path."""
         assert self._fd is not None
         try:
             return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
