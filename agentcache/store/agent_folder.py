@@ -163,7 +163,7 @@ class AgentFolder:
     def _replace_damaged(
         self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool
     ) -> None:
-        """Write a log, then a manifest, then quarantine: at each step the manifest on disk has its log."""
+        """Log, manifest, then quarantine of damaged logs: at each step the manifest on disk has its log."""
         generation = max(self._generations[name]) + 1
         log = _LogWrite(*start_log(name, found.manifest.model, generation, found.content), appends=False)
         manifest = replace(found.manifest, log=log.end)

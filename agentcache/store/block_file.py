@@ -174,7 +174,7 @@ def encode_block(
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
-    """Decode and verify a file; the data is a view of `buffer`. Raises like `verify_block`."""
+    """The data is a view of `buffer`. Raises like `verify_block`."""
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     first = first_float(spec.group(header.group), header.num_tokens)

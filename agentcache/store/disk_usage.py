@@ -51,7 +51,7 @@ def explicit_budget(num_bytes: int) -> DiskBudget:
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """Return a share of the disk, at least `held`, the bytes of the cache's files."""
+    """Return a share of the disk, at least the bytes `held` by the cache's files."""
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
     measured = f"{free / 1e9:.1f} GB are free and {held / 1e9:.1f} GB held"
     if share <= held:

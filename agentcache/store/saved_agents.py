@@ -108,7 +108,7 @@ class SavedAgents:
 
 
 class BlockClaims:
-    """Which blocks the manifests name, and which must stay. Deletes nothing: `Store` asks before it deletes."""
+    """Which blocks the manifests name, and which must stay: `Store` asks before it deletes."""
 
     def __init__(self, blocks: BlockReader, has: Callable[[str], bool]) -> None:
         self.agents: SavedAgents | None = None
@@ -289,7 +289,7 @@ class QuarantinedAgents:
         self._folders = {folder.name: folder for folder in folders}
 
     def restore(self) -> None:
-        """Move sound lineages, the last used first, to their folders if the names are free. Never raises."""
+        """Move sound lineages back, the last used first, if their names are free. Never raises."""
         found = [(manifest, path) for path in self._paths(".json") if (manifest := self._read(path)) is not None]
         for manifest, path in sorted(found, key=lambda each: each[0].last_used, reverse=True):
             folder = self._folders.get(manifest.model[:16])

@@ -1,7 +1,7 @@
 """The append-only transcript log of one lineage.
 
-Each line is a JSON record behind a checksum over all lines so far. The first record names the agent. Later ones state
-how much content stays and what is added.
+Each line is a JSON record behind a checksum over all lines so far. The first names the agent; later ones state how much
+content stays and what is added.
 """
 
 from __future__ import annotations
