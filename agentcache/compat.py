@@ -27,7 +27,6 @@ __all__ = [
     "MODEL_REMAPPING", "load_model", "load_tokenizer", "TokenizerWrapper",
     # Caches: which ones a model makes says what it keeps; recurrent layers run on `ArraysCache` itself.
     "ArraysCache", "CacheList", "KVCache", "RotatingKVCache", "make_prompt_cache", "create_causal_mask",
-    # Layers: latents, experts, and a rope that depends on the length.
     "DynamicNTKScalingRoPE", "MultiLinear", "QuantizedMultiLinear", "SwitchLinear", "scaled_dot_product_attention",
 ]  # fmt: skip
 _NAME, _BASE = scaled_dot_product_attention.__name__, scaled_dot_product_attention.__module__
@@ -60,7 +59,7 @@ def renders_by_code(wrapper: TokenizerWrapper) -> bool:
 
 
 def template_data(wrapper: TokenizerWrapper) -> Any:
-    """transformers' chat template: a text, texts by name, or None."""
+    """The chat template: a text, texts by name, or None."""
     return wrapper._tokenizer.chat_template
 
 

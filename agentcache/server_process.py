@@ -34,9 +34,8 @@ class ServerNotStarted(AgentCacheError):
 class ServerProcess:
     """One server process; a context manager.
 
-    `log`: file to which its output is appended. `command`: replacement of `agentcache serve`. `ready_seconds`: limit
-    until `/health` answers 200. `environment`: further AGENTCACHE_* variables. `started_at`: `time.monotonic` of the
-    last start; infinite before the first.
+    `log`: file to which its output is appended. `command`: replaces `agentcache serve`. `ready_seconds`: limit until
+    `/health` answers 200. `started_at`: `time.monotonic`; infinite before the first start.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment with this package, without AGENTCACHE_* and the user's config."""
+    """This process's environment, without AGENTCACHE_* and the user's config."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
     paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}

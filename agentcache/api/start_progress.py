@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Progress of choosing the KV precision: forward passes, their upper bound, and the precision at the end."""
+    """Progress of choosing the KV precision: forward passes, at most `most`, and the precision at the end."""
 
     done: int
     most: int = 0

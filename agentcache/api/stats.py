@@ -40,7 +40,7 @@ class Counter(Metric):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic between ranks: messages, and bytes sent by this one."""
+    """Messages between ranks, and bytes sent by this one."""
 
     ranks: int = 1
     messages: int = 0

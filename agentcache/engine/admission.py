@@ -61,7 +61,7 @@ class Admission:
     def _open(self, running: RunningRequest, busy: bool) -> None:
         if not busy:
             self._cache.allocator.make_room(len(running.token_ids) + 1)
-        assert running.plan is not None  # since it was queued
+        assert running.plan is not None
         plan = running.plan = self._planner.resolve(running.plan)
         plan.open(plan.match(), busy=busy)
         if plan.snapshots is not None:
@@ -110,7 +110,7 @@ class Admission:
         self._requests.move(running, State.RUNNING if restored.complete else State.WAITING)
 
     def reserve(self, running: RunningRequest, num_tokens: int) -> int:
-        """Reserve blocks, halving a chunk until it fits. Returns the tokens; 0 if the request must wait or ended."""
+        """Reserve blocks for `num_tokens`, halved until they fit. Returns 0 if the request must wait or has ended."""
         while running.state is State.RUNNING:
             cache = self._base
             try:
@@ -156,7 +156,7 @@ class Admission:
         self._end(running, FinishReason.LENGTH if running.num_generated else error)
 
     def preempt(self, running: RunningRequest) -> None:
-        """Queue a running request again; tokens without cached blocks are recomputed."""
+        """Queue it again; tokens without cached blocks are recomputed."""
         self.abandon_sequence(running)
         self._scheduler.preempt(running)
 

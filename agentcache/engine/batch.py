@@ -1,5 +1,3 @@
-"""Batches: the device's work for one step, built and started while it computes the previous one."""
-
 from __future__ import annotations
 
 import time
@@ -36,7 +34,7 @@ class BatchRow:
 
     def sampler_row(self, end: int) -> Row:
         running, sampler = self.running, self.running.progress.sampler
-        assert sampler is not None  # made by `prepare`
+        assert sampler is not None
         recent = running.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
         position = end - running.num_prompt_tokens
         if not sampler.counts_tokens:
@@ -153,7 +151,7 @@ class LateToken:
 
 
 class Batch:
-    """A batch, started or not.
+    """The device's work for one step, built and started while it computes the previous one.
 
     `context`: computed tokens of the first row. `choice`: without late tokens; None if no row is complete.
     `awaits_choice`: call `choose`, after `start` and the previous batch's results.

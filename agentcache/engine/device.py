@@ -67,7 +67,7 @@ class Device(Protocol):
         """Make its sampler."""
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
-        """Build, but do not start, the step after `before`."""
+        """The step after `before`, not started."""
 
     def at_fault(self, rows: Sequence[RunningRequest], num_tokens: int) -> Sequence[RunningRequest]:
         """The rows of a failed build that fail alone too."""
@@ -76,7 +76,7 @@ class Device(Protocol):
         """Copy before any later step reads the blocks."""
 
     def row_state(self, slot: int) -> RowState:
-        """Return a checkpoint."""
+        """A checkpoint."""
 
     def keep_state(self, slot: int, state: RowState) -> None:
         """Store a checkpoint."""
@@ -97,7 +97,7 @@ class Device(Protocol):
         """Move blocks before any later step reads them, and before `give_back`."""
 
     def give_back(self) -> None:
-        """Fit memory to the cache's slots; return the rest to the system."""
+        """Fit memory to the slots; return the rest to the system."""
 
 
 class MlxDevice:

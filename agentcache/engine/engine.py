@@ -136,7 +136,6 @@ class Engine:
         self.requests.move(running, State.WAITING)
 
     def end(self, running: RunningRequest, outcome: Outcome) -> None:
-        """End a live request."""
         if running.state not in LIVE:
             return
         self.scheduler.stalled = False  # its blocks are free, or will be
@@ -222,7 +221,7 @@ class Engine:
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
-        """Evict all unread blocks from RAM. Saved agents stay warm."""
+        """Evict all unread blocks from RAM."""
         self.planner.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True
@@ -238,7 +237,7 @@ class Engine:
             self.preempt(victim)
 
     def measure_precision(self) -> Measuring:
-        """Compute one forward pass of the precision search. Raises Conflict, StoreError, FileUnavailable."""
+        """Raises Conflict, StoreError, FileUnavailable."""
         search = self.loaded.search
         if search is None:
             raise Conflict("the precision of keys and values is chosen")

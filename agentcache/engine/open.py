@@ -88,10 +88,9 @@ def open_engine(
 ) -> Engine:
     """Load the model and open the cache folder, on the engine thread.
 
-    `model_path`: folder or hub id. `post`: runs a callable on this thread soon; for any thread. `is_awaited`: whether
-    posted functions are pending. `give_up`: called on its own thread when a rank is lost. `served`: model of a closed
-    engine whose precision search has ended, not loaded again. `hand_over`: delivers replies before a slow start of a
-    batch. Raises UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost.
+    `post`, for any thread: runs a callable on this thread soon. `is_awaited`: whether posted functions are pending.
+    `give_up`: called on its own thread when a rank is lost. `served`: model of a closed engine whose precision search
+    has ended. Raises UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost.
     """
     progress = progress or StartProgress()
     kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
@@ -343,7 +342,7 @@ class InspectedModel:
 
 
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
-    """Load and verify a model as a server does. Its precision measurements are kept for later starts.
+    """Load and verify a model as a server does, keeping its precision measurements for later starts.
 
     Raises UnsupportedModel, or ConfigError if it does not fit.
     """

@@ -58,7 +58,7 @@ class Output:
         self._stops = stops
         self._ids: list[int] = []
         self._length = 0
-        self._held = ""  # not sent yet
+        self._held = ""  # may begin a stop string
         self._end: int | None = None
         self.stop_string: str | None = None
 
@@ -68,7 +68,6 @@ class Output:
 
     @property
     def holds_back(self) -> bool:
-        """Whether text is held back as a possible stop string."""
         return bool(self._held)
 
     def add(self, token_id: int) -> Shown:
@@ -130,7 +129,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """Text and tokens for the transcript: none that reach into a stop string."""
+        """Text and tokens for the transcript, none of which reach into a stop string."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

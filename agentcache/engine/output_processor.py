@@ -80,13 +80,12 @@ class OutputProcessor:
         self._persistence.save_blocks(sequence, published, partial(_note_written, running.output), cache)
 
     def drop(self, running: RunningRequest) -> None:
-        """Discard a turn and its early writes."""
         self._let_lineage_go(running)
         self.release_further(running)
         self._persistence.release(running.output.saved_early.pop(BASE_CACHE, ()))
 
     def take(self, running: RunningRequest, token: int, score: TokenScore | None) -> Outcome | None:
-        """Process the token chosen after all known ones. Returns the outcome if the request ends."""
+        """Process a chosen token. Returns the outcome if the request ends."""
         if running.output.first_token_at is None:
             running.output.first_token_at = time.perf_counter()
             if running.request.n > 1:
@@ -126,7 +125,7 @@ class OutputProcessor:
         running.output.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
     def note_prompt_scores(self, running: RunningRequest, scores: Sequence[TokenScore]) -> None:
-        """Record scores of prompt tokens, before the block tables advance."""
+        """Call before the block tables advance."""
         if running.num_computed == 0:
             running.output.prompt_logprobs.clear()  # a preempted prompt is computed again
             first = running.token_ids[0]
@@ -184,7 +183,7 @@ class OutputProcessor:
 
     def _commit(self, running: RunningRequest, transcript: Transcript, repeated: int) -> None:
         plan, record = running.open_plan, running.output.record
-        assert record is not None  # set by `begin`
+        assert record is not None
         lasting = 0 if plan.snapshots is None else plan.snapshots.lasting
         turns = plan.close(len(transcript), running.output.saved_early)
         record = replace(

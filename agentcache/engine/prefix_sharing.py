@@ -27,7 +27,7 @@ class PrefixSharing:
             running.progress.source = max(within, key=lambda each: each.progress.in_flight, default=None)
 
     def pass_on(self) -> list[RunningRequest]:
-        """Give waiting prompts published blocks, before a large chunk drops its windows. Returns these prompts."""
+        """Give published blocks to waiting prompts, before a large chunk drops its windows; return these prompts."""
         if self._base.prefix.snapshots is not None or len(self._requests.running) < 2:
             return []  # recurrent rows compute every token
         waiting = [each for each in self._requests.running if not each.progress.in_flight and each.num_to_launch > 1]

@@ -26,7 +26,7 @@ Emit = Callable[[Update | BaseException], None]
 
 
 class State(Enum):
-    """The states in order. Only `Requests.move` changes them."""
+    """Only `Requests.move` changes a state."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -73,7 +73,6 @@ class Progress:
     restore_seconds: float = 0.0
 
     def launch(self, num_tokens: int, state: RowState | None = None) -> None:
-        """Count tokens of a built step."""
         self.in_flight += num_tokens
         self.launched_state = state
 
@@ -137,7 +136,6 @@ class RunningRequest:
 
     @property
     def open_plan(self) -> RequestPlan:
-        """The plan, of an admitted request."""
         if self.plan is None or not self.plan.passes:
             raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
         return self.plan
@@ -239,7 +237,7 @@ class Requests:
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, running: RunningRequest, state: State) -> None:
-        """Change a state. Raises BrokenInvariant."""
+        """Raises BrokenInvariant."""
         if state not in _NEXT[running.state]:
             raise BrokenInvariant(f"request {running.request.request_id}: {running.state} before {state}")
         if running.state in self._lists:
@@ -252,7 +250,7 @@ class Requests:
 def make_report(running: RunningRequest, saved: Saved | None) -> Report:
     """`saved` is None without an agent."""
     submitted, plan, now = running.submitted, running.plan, time.perf_counter()
-    assert plan is not None  # since it was queued
+    assert plan is not None
     cached, adapter = plan.cached, plan.use
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if running.progress.restored_bytes else CacheState.HOT

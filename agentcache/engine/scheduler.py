@@ -17,8 +17,7 @@ _BACKGROUND_PATIENCE = 8
 class Scheduler:
     """Chooses the next request to admit, and the tokens of the next step.
 
-    `stalled`: the next request waits for blocks of running ones. `contended`: the last plan delays decoding or a due
-    chunk.
+    `stalled`: the next request waits for blocks of running ones. `contended`: the last plan delays due work.
     """
 
     def __init__(self, requests: Requests, *, max_running: int, token_budget: TokenBudget) -> None:
@@ -67,7 +66,7 @@ class Scheduler:
     def victim(self, *, beyond_base: bool = False) -> RunningRequest | None:
         """The request to preempt: background first, then the youngest, so that the oldest completes.
 
-        `beyond_base`: only those with blocks in another cache than base's.
+        `beyond_base`: only those with blocks outside base's cache.
         """
         among = [each for each in self.running if len(each.open_plan.tables) > 1] if beyond_base else self.running
         return max(among, key=_rank) if len(among) > 1 else None
@@ -124,7 +123,7 @@ class Scheduler:
         return all(self.token_budget.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _awaits_first_token(self, prompts: Sequence[RunningRequest]) -> bool:
-        """Whether the step under way chooses a first token whose successors go before each waiting prompt."""
+        """Whether the step under way chooses a first token whose successors go before all waiting prompts."""
         first = (each for each in self.running if each.will_decode and not each.num_generated)
         return self.token_budget.may_defer_decodes and any(self._goes_before(running, prompts) for running in first)
 
@@ -161,7 +160,7 @@ class Scheduler:
 
 
 def _equal_part(num_tokens: int, largest: int) -> int:
-    """The first of the fewest equal parts: a short last one would cost nearly as much."""
+    """The first of equal parts: a short last one would cost nearly as much."""
     parts = -(-num_tokens // largest)
     return -(-num_tokens // parts)
 

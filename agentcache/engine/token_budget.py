@@ -32,7 +32,7 @@ class _Rate:
 
 
 def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
-    """Return `chunk`, doubled while it takes at most a few stalls."""
+    """`chunk`, doubled while it takes at most a few stalls."""
     num_tokens = chunk
     while 2 * num_tokens <= min(_LARGEST_IDLE_CHUNK, _IDLE_STALLS * max_stall / token_seconds):
         num_tokens *= 2

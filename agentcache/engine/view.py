@@ -58,10 +58,7 @@ class EngineView:
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
-        """Raise InvalidRequest or ContextLengthExceeded if a prompt cannot run.
-
-        Without `counted`, its number of tokens is a lower bound.
-        """
+        """Raise InvalidRequest or ContextLengthExceeded. Unless `counted`, the number is a lower bound."""
         how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", param=param)

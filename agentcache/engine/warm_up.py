@@ -25,8 +25,7 @@ from agentcache.system.files import read_memo, write_memo
 
 _MOST_TOKENS = 16_384  # enough for temporaries of long contexts, and quick
 _STEPS = ((1, 1), (1, 16))  # rows and tokens: a decode step, a short turn
-# For a decode step; a CPU's short turn takes ten times that.
-_MOST_SECONDS = {NO_DEVICE: 0.1, "metal": 0.5, "cuda": math.inf}
+_MOST_SECONDS = {NO_DEVICE: 0.1, "metal": 0.5, "cuda": math.inf}  # after which no further step runs
 # CUDA compiles each for seconds, once per machine: a batch and a chunk too.
 _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
@@ -58,7 +57,7 @@ _MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 def agreed_token_seconds(
     file: Path, fingerprint: str, cache: PrefixCache, runner: ModelRunner, num_tokens: int
 ) -> float:
-    """Return the kept rate, or measure and keep it. The caller holds the folder's lock."""
+    """The kept rate, or measure and keep it. The caller holds the folder's lock."""
     num_tokens = min(num_tokens, BLOCK_SIZE)
     known = read_memo(file)
     key = f"{fingerprint}, {num_tokens} tokens, {mx.device_info()['device_name']}, mlx {mx.__version__}"
@@ -70,7 +69,7 @@ def agreed_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """Compiles kernels in a run before."""
+    """After a run that compiles kernels."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)
@@ -94,7 +93,7 @@ _ROOT = "scratch"
 
 @contextmanager
 def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> Iterator[BlockTables]:
-    """Yield temporary block tables; then reset the counters."""
+    """Temporary block tables; resets the counters at the end."""
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
         cache.reserve(sequence, num_tokens)

@@ -14,10 +14,7 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Claim:
-    """The part of an agent that a turn locks: the lineage of this name, and prompts that start with `prompt`.
-
-    `found`: lineage that it extends or changes.
-    """
+    """What a turn locks: the lineage of this name, and later prompts that start with `prompt`."""
 
     lineage: str | None = None
     prompt: PlainPrompt | None = None
@@ -45,7 +42,7 @@ class Turn:
         self._work: asyncio.Future[Any] | None = None
 
     async def wait(self, read: Callable[[], Claim]) -> Claim:
-        """Wait until no earlier turn conflicts. `read` is called again when a blocking turn changes."""
+        """Wait until no earlier turn conflicts; `read` is called again when one changes."""
         while True:
             claim = read()
             if claim != self._claim:

@@ -47,9 +47,9 @@ MEASURE_SECONDS = 4.0  # limit at start
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate` and `call`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, a long
-    measurement is postponed: the engine serves in 8 bits, measures while no request runs, and is then replaced by one
-    on the same model. Calls wait during that. KV in 8 bits is computed again.
+    With `kv` "auto", the first start with a model measures the bits for KV. With `warm_up`, a long measurement is
+    postponed: the engine serves in 8 bits, measures while no request runs, and is then replaced by one on the same
+    model, which recomputes KV; calls wait.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
@@ -94,10 +94,7 @@ class AsyncEngine:
             return await completions.count_tokens(request)
 
     async def call(self, operation: Operation[T]) -> T:
-        """Run an operation, whose class lists the errors.
-
-        Its agents stay locked until it is done, even if the caller is cancelled.
-        """
+        """Run an operation; its agents stay locked until it is done, even if the caller is cancelled."""
         async with self._gate.inside(), AsyncExitStack() as stack:
             await self._look_again(operation.existing)
             message = await operation.prepare(self._thread.view, self.adapters, self._archives)
@@ -140,7 +137,6 @@ class AsyncEngine:
 
     @property
     def measuring(self) -> Measuring | None:
-        """Progress of the measurement while the engine serves in safe bits."""
         return self._measuring
 
     @property
@@ -149,7 +145,6 @@ class AsyncEngine:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that ended the engine or prevented its start."""
         return self._failure or self._thread.failure
 
     @property
@@ -175,7 +170,6 @@ class AsyncEngine:
         return part
 
     async def start(self) -> None:
-        """Load the model and adapters, and open the cache folder."""
         try:
             await self._thread.start()
             await self._open()
@@ -266,7 +260,7 @@ class AsyncEngine:
 
     async def _replace_engine(self) -> None:
         replaced = self._thread.engine
-        assert replaced is not None  # it has measured
+        assert replaced is not None
         served = replaced.loaded
         del replaced
         # Bodies that name adapters can be parsed during this; their requests wait at the gate.

@@ -63,7 +63,7 @@ class EngineThread:
 
     @property
     def view(self) -> EngineView:
-        """The state when the engine was last between steps. Raises EngineStopped, or Overloaded while shutting down."""
+        """The state after the last step. Raises EngineStopped, or Overloaded while shutting down."""
         if isinstance(self.failure, EngineStopped):
             raise self.failure
         if self.failure is not None:
@@ -148,7 +148,7 @@ class EngineThread:
     def give_up(self, failure: EngineStopped) -> None:
         """Declare the engine lost: its thread waits for ever. Callable from any thread."""
         self.failure, self._is_stuck = failure, True
-        assert self._started is not None  # the thread runs
+        assert self._started is not None
         self._deliver(self._started, failure)
         self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
@@ -167,7 +167,6 @@ class EngineThread:
         self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
     def ask(self, message: Message[T]) -> asyncio.Future[T]:
-        """Send a message and return its only reply."""
         self.view  # noqa: B018 (raises if no engine would answer)
         future: asyncio.Future[T] = self._loop.create_future()
 

@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Operation(Message[T_co]):
-    """One operation with a reply of type T_co: `prepare` runs on the event loop, `handle` on the engine thread."""
+    """`prepare` runs on the event loop, `handle` on the engine thread."""
 
     @property
     def existing(self) -> str | None:
@@ -68,7 +68,7 @@ class ShowAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class CreateAgent(Operation[AgentInfo]):
-    """Create an empty agent, durably. Raises NotFound, InvalidRequest (policy), Conflict."""
+    """Create an empty agent. Raises NotFound, InvalidRequest (policy), Conflict."""
 
     agent_id: str
     adapter: str | None = None
@@ -207,7 +207,7 @@ class UseResponses(Operation[T_co]):
 
 @dataclass(frozen=True)
 class ReadStats(Operation[CacheStats]):
-    """Return counters, budgets and RAM by kind."""
+    """Counters, budgets and RAM by kind."""
 
     def handle(self, engine: Engine, reply: Reply[CacheStats]) -> None:
         reply(engine.stats())

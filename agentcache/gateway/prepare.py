@@ -1,4 +1,4 @@
-"""Makes tokens of a request's prompt, in the words of its agent's transcripts. Runs on worker threads."""
+"""Makes tokens of prompts, in the words of their agent's transcripts. Runs on worker threads."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ def _check_embeddings(token_ids: Sequence[int], num_embeddings: int | None) -> N
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """Add a system message in front unless there is one."""
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -132,7 +131,7 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """The adapter and policy of a request; None leaves the policy open."""
+    """A `policy` of None is open."""
 
     name: str | None
     policy: Policy | None
@@ -159,8 +158,6 @@ def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised request, matched with its lineage."""
-
     match: PromptMatch
     adapter: AdapterUse | None
     system_tokens: int = 0
@@ -181,7 +178,7 @@ def prepare_request(
     *,
     has_state: bool = False,
 ) -> Prepared:
-    """Compute everything that a request needs before it runs.
+    """Prepare a request to run.
 
     `found`: lineage that it extends. `has_state`: the model has recurrent layers. Raises InvalidRequest if the prompt
     does not suit the adapter, or no answer can have the required form.
@@ -200,7 +197,7 @@ def prepare_request(
 
 
 def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
-    """Compile the grammar of the answer form. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     assert request.form is not None
     is_chat = isinstance(request.prompt, ChatPrompt)
     reply = calling_format(tokenizer.reply_format) if request.form.must_call else tokenizer.reply_format

@@ -105,7 +105,7 @@ class _PromptJob(Generic[T]):
 
 
 class Workers:
-    """Daemon threads that run the smallest job first (`AgedQueue`). At least one of several stays free of large jobs.
+    """Daemon threads that run the smallest job first (`AgedQueue`); one of several stays free of large jobs.
 
     `run` and `close` belong to one event loop. `num_workers`: None for one per core, from 2 to 4.
     """

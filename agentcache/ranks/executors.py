@@ -1,4 +1,4 @@
-"""Executors: an engine's model, arenas and files, local or as rank 0 of several (`MLX_RANK` is set)."""
+"""Executors make an engine's parts, local or as rank 0 of several (`MLX_RANK` is set)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts o
 
 
 class Executor:
-    """Makes an engine's parts, on the engine thread; here for the whole model in this process."""
+    """Makes an engine's parts, on the engine thread, for the whole model in this process."""
 
     def __init__(self) -> None:
         self._make_store: Callable[..., Store] = Store
@@ -103,7 +103,7 @@ class RankZeroExecutor(Executor):
     ) -> ModelRunner:
         if snapshots is not None or measures:
             raise BrokenInvariant("ranks share neither recurrent state nor residuals")
-        assert self._adapters is not None  # by `load`
+        assert self._adapters is not None
         return RankZeroRunner(loaded, pools, self._adapters, self._link, self._handles, room)
 
     def traffic(self) -> Traffic:
@@ -118,7 +118,6 @@ def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> Exe
 
 
 def join_group() -> mx.distributed.Group:
-    """Wait for all ranks. Raises ConfigError."""
     try:
         return mx.distributed.init(strict=True)
     except RuntimeError as error:
@@ -143,7 +142,7 @@ def load_part(
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     **options: Any,
 ) -> LoadedModel:
-    """Load and prove one rank's part of a model, like `loader.load`, in rank 0's precision. All ranks must call it.
+    """Load and prove one rank's part of a model, in rank 0's precision. All ranks must call it.
 
     Raises UnsupportedModel, also for this number of ranks, and RankLost.
     """

@@ -101,10 +101,7 @@ CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting threa
 
 
 class Watchdog:
-    """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence.
-
-    `close` completes running writes before.
-    """
+    """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence."""
 
     def __init__(self, seconds: float, connections: Connections, close: Callable[[], None] = lambda: None) -> None:
         self._seconds = seconds

@@ -147,7 +147,7 @@ class RankZeroRunner(ModelRunner):
 
     @property
     def starts_alone(self) -> bool:
-        """False: workers have the step's commands already, and no results may be applied between them and its start."""
+        """Workers have the step's commands already: no results may be applied between them and its start."""
         return False
 
     def start(self, *outputs: mx.array) -> Started:
@@ -288,7 +288,7 @@ class RemoteHandles:
         weakref.finalize(data, self._forget, id(data), handle).atexit = False
 
     def keep(self, data: Array, command: Callable[[int], Command]) -> None:
-        """Have the workers keep their parts of `data`, by a command with its new handle."""
+        """Have workers keep their parts of `data`, by a command with its new handle."""
         handle = self.new()
         self._link.tell(command(handle))
         self.bind(data, handle)

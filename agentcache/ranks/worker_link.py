@@ -89,7 +89,7 @@ class WorkerLink:
             self._post(self._out_of_turn)
 
     def exchange(self) -> None:
-        """Send queued commands and receive ready answers. Raises RankLost."""
+        """Send commands and receive ready answers. Raises RankLost."""
         if self._lost is not None:
             raise self._lost
         commands = [self._outbox.popleft() for _ in range(len(self._outbox))]
@@ -161,7 +161,6 @@ class WorkerLink:
                 each.future.set_exception(lost)
 
     def stop(self) -> None:
-        """End the workers after earlier commands."""
         self._ended.set()
         if self._lost is None:
             self.tell(Stop())

@@ -32,7 +32,7 @@ class Kind(StrEnum):
     PATH = "path"
     INTEGER = "integer"
     NUMBER = "number"
-    SWITCH = "switch"  # on or off
+    SWITCH = "switch"
     SIZE = "size"  # bytes: 8GB, 20%, auto
     TABLE = "table"  # several values, with a parser of its own
 
@@ -224,7 +224,6 @@ class Config:
 
     @property
     def shared_agents(self) -> frozenset[str]:
-        """Agents that several clients share."""
         return frozenset({RESPONSES_AGENT, *self.default_agent.values()})
 
     @property

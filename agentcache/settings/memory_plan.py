@@ -69,7 +69,6 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
-    """Bytes of the cache's RAM for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 

@@ -24,7 +24,7 @@ _PROGRAM = (
 
 
 class OverLimit(Exception):
-    """The work took `what`, such as "longer than 2 s"."""
+    """The work took `what`: "longer than 2 s"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")

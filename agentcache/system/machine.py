@@ -30,7 +30,7 @@ def describe_run(benchmark: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware and platform; `preloaded` is the preloaded BLAS, if any."""
+    """`preloaded` is the preloaded BLAS, if any."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -42,7 +42,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_blas() -> str:
-    """This process's BLAS (Linux), and how to get a faster one."""
     loaded, installed = fast_blas(), installed_openblas()
     if loaded:
         return f"preloaded: {loaded}"
@@ -51,7 +50,7 @@ def describe_blas() -> str:
 
 
 def fast_blas() -> str:
-    """File of the fast BLAS in this process (Linux); empty if MLX uses its own, far slower one."""
+    """Library file of a fast BLAS in this process (Linux); empty if MLX uses its own."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -60,12 +60,11 @@ class SystemMemory:
     cgroups: Path = Path("/sys/fs/cgroup")
 
     def total(self) -> int:
-        """RAM that this process may use, in bytes."""
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([machine, *(bound.limit for bound in self.bounds())])
 
     def available(self) -> int | None:
-        """Bytes that this process can allocate without swapping or the OOM killer; None if unknown.
+        """Bytes to allocate without swapping or the OOM killer; None if unknown.
 
         Excludes free memory of malloc (`free_heap`), which may be fragmented.
         """
