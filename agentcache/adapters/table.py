@@ -99,7 +99,7 @@ class AdapterTable:
         return self._adapters[name]
 
     def put(self, adapter: ServedAdapter) -> None:
-        """Set the meaning of a name; running requests keep the old one."""
+        """Running requests keep the name's old meaning."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:

@@ -105,7 +105,7 @@ class AdapterWeightSet:
         self._account.set_bytes(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
-        """Return the LoRA of each row of the next step, stacked if possible."""
+        """Return each row's LoRA for the next step, stacked if possible."""
         rows = [self.row(use) for use in uses]
         self._loan.prepare(rows)
         return rows

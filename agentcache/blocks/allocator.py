@@ -19,7 +19,7 @@ _MIN_GROWTH_BLOCKS = 4
 
 
 def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
-    """Slots that one request's window takes, if a step computes `at_once` tokens."""
+    """Slots of one request's window, if a step computes `at_once` tokens."""
     return -(-window // BLOCK_SIZE) + -(-at_once // BLOCK_SIZE) + 1
 
 
@@ -87,7 +87,7 @@ class BlockAllocator:
         return _Kind(members, account)
 
     def allocate(self, index: int) -> int:
-        """Return a free, new, or evicted slot. Raises OutOfBlocks, or OutOfMemory if the budget has room."""
+        """Raises OutOfBlocks, or OutOfMemory if the budget has room."""
         if not self._pools[index].num_free and not self._free_one(index):
             if self._growth_within(self._kinds[index].account.room, index):
                 raise OutOfMemory("the machine has no memory left for what running requests need")
@@ -112,7 +112,7 @@ class BlockAllocator:
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow for a request, at the expense of other attention kinds. No other request may run."""
+        """Grow, at the expense of other attention kinds. No other request may run."""
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
@@ -159,7 +159,7 @@ class BlockAllocator:
         return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
 
     def note_use(self) -> None:
-        """Have other caches of the same share release memory first."""
+        """Have other caches of the share release memory first."""
         for kind in dict.fromkeys(self._kinds):
             self._ledger.note_use(kind.account)
 
@@ -251,7 +251,7 @@ class EvictionOrder:
 
     def _victim(self, index: int) -> Node | None:
         idle = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
-        # Last resort: a node with a pending write, which has its own copy of the bytes.
+        # Last resort: pending writes have their own copy of the bytes.
         return next(idle, None) or next(filter(self._is_idle, self._candidates(index)), None)
 
     def _unread_holder(self, index: int) -> Node | None:

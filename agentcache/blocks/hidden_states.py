@@ -116,7 +116,7 @@ class HiddenStateCache:
             continue
 
     def give_back(self) -> int:
-        """Evict unread blocks and drop unused last slots; return the slots left."""
+        """Evict unread blocks and drop last slots; return the slots left."""
         self.clear()
         capacity = self._pool.last_in_use + 1
         self._account.release((self._pool.capacity - capacity) * self._block_bytes)
@@ -162,7 +162,7 @@ class HiddenStateWriter:
         return list(self._slots.values())
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return where a step's tokens go. Blocks without their first tokens are not stored."""
+        """Where a step's tokens go. Blocks without their first tokens are not stored."""
         if start != self._end and (unfinished := self._slots.pop(self._end // BLOCK_SIZE, None)) is not None:
             self._cache.release([unfinished])
         self._end = stop

@@ -79,7 +79,7 @@ def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_ORIGIN
 
 @lru_cache(maxsize=1 << 14)
 def block_key(chain: str, group: str) -> str:
-    """Address and file name of one group's part of a block."""
+    """Address and file name of a group's part of a block."""
     return _digest("agentcache.block", chain.encode(), group.encode())
 
 
@@ -92,8 +92,6 @@ def kind_of(cache: str) -> str:
 
 
 class BlockName(NamedTuple):
-    """One group's part of a block."""
-
     chain: str
     group: int
     cache: str = BASE_CACHE

@@ -134,7 +134,7 @@ class Ledger:
     """All RAM accounts. Owners keep their memory equal to the claim.
 
     Args:
-        shares: maximum bytes by family, within the budget; lent while unused.
+        shares: most bytes by family, within the budget; lent while unused.
 
     Attributes:
         accounts: in families with a share, least recently used first.

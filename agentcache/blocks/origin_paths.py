@@ -47,7 +47,7 @@ class PathLayout:
 
 
 def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> tuple[PathLayout, ...]:
-    """Return the origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
+    """Base's path, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
     paths = (
@@ -111,7 +111,7 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
-    """A block's address, and the cache groups in use there."""
+    """A block's address and its cache groups in use."""
 
     chain: str
     groups: tuple[int, ...]
@@ -159,7 +159,7 @@ class StateBlock(NamedTuple):
 def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
-    """Yield the blocks that end after each of `ends` tokens, on the path with checkpoints."""
+    """Yield the block that ends after each of `ends` tokens."""
     path = state_layout(producer, num_groups)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):

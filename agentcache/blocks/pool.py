@@ -184,7 +184,7 @@ class Slots:
         self.pools[index].release(block_id)
 
     def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
-        """Free the node's slots (of `groups`); False if they are in use, or descendants are in RAM."""
+        """Free slots (of `groups`); False if they are in use, or descendants are in RAM."""
         held = [index for index in node.block_ids if groups is None or index in groups]
         if node.pending or node.resident_children or any(self.is_read(i, node.block_ids[i]) for i in held):
             return False
@@ -240,7 +240,7 @@ class Slots:
         return copies
 
     def prune(self, node: Node) -> None:
-        """Remove an unused node, and ancestors kept only for it."""
+        """Remove the node and its ancestors, as far as unused."""
         if node.is_leaf and not node.block_ids:
             self._tree.remove(node)
 

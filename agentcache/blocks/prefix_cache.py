@@ -136,7 +136,7 @@ class PrefixCache:
                 table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
-        """Tokens in whole blocks in RAM after the request's end."""
+        """Tokens in RAM after the request's end, in whole blocks."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
     def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
@@ -159,7 +159,7 @@ class PrefixCache:
         return published
 
     def share_tail(self, sequence: BlockTables, end: int) -> None:
-        """Publish part of an unfinished block, up to token `end`. Other requests continue in copies."""
+        """Publish an unfinished block up to token `end`. Other requests continue in copies."""
         if end % BLOCK_SIZE:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
@@ -278,8 +278,8 @@ class Checkpoints:
     ) -> int | None:
         """List a checkpoint after `num_tokens` tokens and return its slot; None if one exists or there is no room.
 
-        RAM keeps a request's last two longest, and those that `lasts`: other conversations start there. One that
-        `starts_next` stays one of the two: the next prompt probably starts there.
+        RAM keeps a request's last two longest. With `lasts`, this one as long: other conversations start there.
+        With `starts_next`, it stays one of the two: the next prompt probably starts there.
         """
         snapshots = self._snapshots
         if snapshots is None or not num_tokens:

@@ -1,4 +1,4 @@
-"""Matches a prompt with its agent's transcript, to keep cached tokens."""
+"""Matches a prompt with its agent's transcript."""
 
 from __future__ import annotations
 

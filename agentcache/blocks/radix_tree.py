@@ -176,7 +176,7 @@ class RadixTree:
         return self._by_chain.get(chain)
 
     def remove(self, node: Node) -> None:
-        """Remove an unused leaf, and ancestors kept only for it."""
+        """Remove a leaf and its ancestors, as far as unused."""
         if not node.is_leaf or node.block_ids:
             raise BrokenInvariant(f"{node!r} is in use and cannot be removed")
         if node.parent is not None and node.parent.child(node.packed, node.producer) is not node:
@@ -274,8 +274,6 @@ class Nearest(Generic[T]):
 
 
 class Siblings(Generic[T]):
-    """Items by packed token ids."""
-
     __slots__ = ("_items", "_order")
 
     def __init__(self) -> None:

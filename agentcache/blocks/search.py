@@ -218,7 +218,7 @@ class CheckpointFinder:
 
 
 class PrefixFinder:
-    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints."""
+    """Cached prefixes of one prompt in one cache."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class PrefixFinder:
 
 
 def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -> Cached:
-    """Return the longest prefixes that an adapter can continue, reading base from the end of its residuals on."""
+    """Return the longest prefixes that an adapter can continue. It reads base from the end of its residuals on."""
     found = residuals.longest(limit)
     end = longest_common(found, residuals.longest, lambda start: min(start, base.longest(limit, start)))
     below = base.cached(base.longest(limit, end), end)

@@ -105,7 +105,7 @@ def _in_ram(node: Node, path: OriginPath) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
-    """Append a block that another request has published, instead of a slot reserved for it."""
+    """Append another request's block, instead of a slot reserved for it."""
     position = sequence.num_tokens // BLOCK_SIZE
     for path, node in zip(sequence.paths, nodes, strict=True):
         path.nodes.append(node)
@@ -157,7 +157,7 @@ class Publisher:
         return node
 
     def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
-        """Publish base's tokens of the block in which the adapter starts, with all groups."""
+        """Publish base's part of the block in which the adapter starts, with all groups."""
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state: their slots in RAM, where they are taken, and which stay on disk.
+"""Checkpoints of recurrent state: slots in RAM, where they are taken, which stay on disk.
 
 A checkpoint is as large as the KV of thousands of tokens, so there are few: at an interval, where prompts probably
 branch (Marconi, arXiv 2411.19379), and at a turn's end.
@@ -46,7 +46,7 @@ def whole_blocks(num_tokens: int) -> int:
 
 
 class Snapshots:
-    """Checkpoint slots, in one budget with the states of running requests, which evict unused checkpoints.
+    """Checkpoint slots, in one budget with the states of running requests, which evict unused ones.
 
     A checkpoint's node has one reference to its slot, a request one to the slot that it starts from, until its row has
     copied it. `every`: tokens between two checkpoints.
@@ -258,7 +258,7 @@ def choose_saved(
         newest, last = _last(found, end), _last(chosen, end)
         if newest > last and (final or end - last > every):
             chosen.add(newest)
-    # A short system prompt is cheaper to compute than to keep.
+    # A short system prompt is cheaper to compute.
     if lasting in found and (lasting in saved or 2 * lasting >= every):
         chosen.add(lasting)
     there = [position for position in found if position in chosen]

@@ -116,7 +116,7 @@ class Transcript:
         return content
 
     def store_in(self, read: Callable[[], TranscriptContent]) -> None:
-        """Set the function that reads the content on any thread."""
+        """`read` is called on any thread."""
         self._read = read
 
     def leave_ram(self) -> None:
@@ -144,7 +144,7 @@ class Transcript:
         return Transcript(text, content.ids[:num_tokens], ends, _cut_spans(content.spans, num_tokens))
 
     def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
-        """Return this transcript with `text` appended; `ends` are offsets into it."""
+        """Append `text`, with `ends` as offsets into it."""
         content = self.content()
         offset = len(content.text)
         more_ids = array("I", ids)

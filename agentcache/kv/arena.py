@@ -50,7 +50,7 @@ class GroupArena:
         copy_block(self._tensors.values(), source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
-        """Copy a block's first tokens, uint8 [n] as in `block_layout`, between steps."""
+        """Copy a block's first tokens, uint8 [n], between steps."""
         if not shares_memory():
             return self._download(block_id, num_tokens)
         block = aligned(self.spec.bytes_of(num_tokens))
@@ -77,7 +77,7 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks, uint8 [n] each as in `block_layout`, between steps. They may change afterwards."""
+        """Write blocks, uint8 [n] each, between steps. They may change afterwards."""
         if shares_memory():
             self._put_in_place(block_ids, blocks)
             return
@@ -290,7 +290,7 @@ class TensorArena:
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
-        """Write blocks [n, ...], padded with zeros to 256 tokens. Lazy. A scatter would compile for seconds."""
+        """Write blocks [n, ...], padded with zeros. Lazy. A scatter would compile for seconds."""
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]

@@ -48,7 +48,7 @@ class Backing(Protocol):
 
 
 def make_backing(spec: TensorSpec, most: int) -> tuple[Backing, mx.array]:
-    """Return a backing for up to `most` blocks, and an array without usable blocks."""
+    """Return a backing for `most` blocks, and an array without usable blocks."""
     most = min(most, _MOST_ELEMENTS * spec.numpy_dtype.itemsize // max(1, spec.slot_bytes))
     if most and adopts():
         return Adopted(spec, most), _empty(spec)
@@ -239,6 +239,6 @@ def set_memory_limit(limit: int) -> int:
 
 
 def note_resized() -> None:
-    """Adjust MLX's limit after a resize of arenas."""
+    """Call after a resize of arenas."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()

@@ -119,7 +119,7 @@ class BatchQuantizedKVCache:
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
-        """Return a row as a separate cache; slots are shared until one cache writes to them."""
+        """Return a row as a separate cache; slots are shared until written."""
         table = self.tables[index]
         for block_id in table.block_ids:
             self.pool.retain(block_id)
@@ -154,7 +154,7 @@ class BatchQuantizedKVCache:
         return self._gather(self._reads(0))
 
     def row(self, index: int) -> dict[str, Packed]:
-        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block needed."""
+        """A row's contents, [H_kv, length, ·] per side; with a window, from the first block needed."""
         reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
         sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
         return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in packed.parts)) for name, packed in sides}

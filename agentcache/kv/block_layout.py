@@ -60,7 +60,7 @@ class RestBuffer:
 
 
 class Place:
-    """One slot's memory, for reading a full block: `integers` take the bytes before the first float."""
+    """One slot's memory. `integers` take a block's bytes before the first float."""
 
     def __init__(self, memory: GroupMemory, block_id: int) -> None:
         self.integers = [slots[block_id * size : (block_id + 1) * size] for slots, size in memory.integers]
@@ -118,7 +118,7 @@ def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
 
 @lru_cache(maxsize=256)
 def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.dtype[Any]], ...]:
-    """(begin, end, dtype) of a block's floats; adjacent equal dtypes are merged."""
+    """(begin, end, dtype) of a block's floats, merged if adjacent."""
     ranges: list[tuple[int, int, np.dtype[Any]]] = []
     for tensor in block_tensors(group, num_tokens):
         begin, end, dtype = tensor.begin, tensor.end, tensor.spec.numpy_dtype

@@ -41,7 +41,7 @@ class StateArena:
         index = mx.array([row])
         kept = [
             [
-                # Indexing copies; a slice would keep the whole batch or chunk alive.
+                # Indexing copies; a slice would keep the whole batch alive.
                 mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[index]
                 for array, tensor in zip(given, spec.tensors, strict=True)
                 if tensor is not None
@@ -72,7 +72,7 @@ class StateArena:
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 
     def snapshot(self, slot: int) -> Array:
-        """Copy the bytes, uint8 [n] as in `block_layout`."""
+        """Copy the bytes, uint8 [n]."""
         named = self._named(slot)
         mx.eval(named)
         block = np.empty(self._group.bytes_of(0), np.uint8)

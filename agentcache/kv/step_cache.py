@@ -166,7 +166,7 @@ class Reads:
 
 
 class Writes:
-    """Where a step's own keys and values go in one group; arguments as in `Reads`."""
+    """Where a step's own keys and values go; arguments as in `Reads`."""
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens

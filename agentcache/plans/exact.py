@@ -81,7 +81,7 @@ class ExactPlan(RequestPlan):
 
 
 def exact_passes(use: AdapterUse | None, sequence: BlockTables, ahead: CachedHiddenStates | None = None) -> list[Pass]:
-    """Return the passes of an exact request. `ahead`: hidden states that the first pass starts from."""
+    """`ahead`: hidden states that the first pass starts from."""
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:

@@ -39,7 +39,7 @@ class HiddenStateUse:
         self._reader = HiddenStateReader(found.first, self._cache.lock(found.names))
 
     def plan(self, plan: RequestPlan, start: int, num_tokens: int) -> HiddenStatePlan:
-        """Return reads and writes of a step after `start` tokens. Only chunks of plain rows have any."""
+        """Reads and writes of a step after `start` tokens; only chunks of plain rows have any."""
         cut = plan.passes[0].cut
         reads: Sequence[Piece] = ()
         if cut:
@@ -61,7 +61,7 @@ class HiddenStateUse:
         return plan.origin.start
 
     def advance(self, sequence: BlockTables) -> None:
-        """Publish filled blocks and release read ones, after `sequence` has published its own."""
+        """Publish filled blocks and release read ones; `sequence` has published its own."""
         for writer in self._writers.values():
             writer.publish(sequence.paths[0].nodes)
         if self._reader is not None and self._reader.end <= sequence.num_tokens:

@@ -1,7 +1,7 @@
 """Residual requests: base's KV, plus an adapter's residual KV in a cache of its own.
 
 Base computes KV (ForkKV, arXiv 2604.06370). The adapter computes the same tokens again, reads base's KV and writes the
-difference, the residual KV. A generated token takes both rows in one step.
+difference. A generated token takes both rows in one step.
 
 Adapters with equal As (LRAgent, arXiv 2602.01053) form a family: base's rows compute its residuals, the adapter only
 the last prompt token.
@@ -194,7 +194,7 @@ class ResidualPlan(RequestPlan):
         return self.writes_residuals and self.passes[0].computes is not None
 
     def has_base_row(self, start: int) -> bool:
-        """Whether base computes the same tokens beside the adapter, in a step after `start` tokens."""
+        """Whether base computes the same tokens, in a step after `start` tokens."""
         return self.reads_residuals and self.residual_kv.is_paired(start)
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -128,7 +128,7 @@ class Room:
         self.check(cached, num_tokens, min(lacking, left))
 
     def make(self, cache: KeptCache, prefix: Cached, num_tokens: int) -> bool:
-        """Grow a residual cache for a request; False if running requests hold the memory."""
+        """Grow a residual cache; False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._growth(cache)
         for index in range(len(allocator.slots.groups)):
             if not allocator.grow_to(index, slots_needed(allocator, index, running, prefix, num_tokens)):

@@ -14,7 +14,7 @@ from agentcache.plans.plan import RequestPlan
 
 
 class StepMaker:
-    """Makes the inputs of steps. The first rows are the plans', in order."""
+    """The first rows of a step are the plans', in order."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
         self._runner = runner
