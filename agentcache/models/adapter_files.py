@@ -100,7 +100,7 @@ class _Format:
 
 
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
-    """Read and check a folder. Raises UnsupportedAdapter, without the folder's name."""
+    """Read and check a folder. Raises UnsupportedAdapter."""
     style = _format_of(folder)
     config = style.read_config(folder)
     tensors = _read_tensors(folder / style.file, max_bytes)
@@ -224,16 +224,16 @@ class ExplicitScale:
     factor: float
 
     def of(self, module: str, rank: int) -> float:
-        """Factor on x @ A @ B; raises UnsupportedAdapter if the rank is not the config's."""
+        """Factor on x @ A @ B. Raises UnsupportedAdapter if `rank` is not the config's."""
         _check_rank(module, self.rank, rank)
         return self.factor
 
 
 @dataclass(frozen=True)
 class AlphaScale:
-    """PEFT's scale: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv 2312.03732).
+    """PEFT's scale: alpha / r, or alpha / sqrt(r) if stabilised (arXiv 2312.03732).
 
-    Patterns are regular expressions on a module name's end; the first match wins.
+    Patterns match a module name's end; the first match wins.
     """
 
     rank: int
@@ -276,7 +276,7 @@ class AdapterConfig:
 
 
 def read_mlx_lm_config(folder: Path) -> AdapterConfig:
-    """Config of a folder of `mlx_lm.lora` (`mlx_lm/tuner/utils.py`); raises UnsupportedAdapter."""
+    """Config of `mlx_lm.lora` (`mlx_lm/tuner/utils.py`). Raises UnsupportedAdapter."""
     config = _read(folder)
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
         raise UnsupportedAdapter(f"fine_tune_type {_show(kind)} is not supported, only 'lora'")
@@ -288,7 +288,7 @@ def read_mlx_lm_config(folder: Path) -> AdapterConfig:
 
 
 def read_peft_config(folder: Path) -> AdapterConfig:
-    """Config of a folder of PEFT (`peft/tuners/lora/config.py`); raises UnsupportedAdapter."""
+    """Config of PEFT (`peft/tuners/lora/config.py`). Raises UnsupportedAdapter."""
     config = _read(folder)
     if (kind := config.get("peft_type")) != "LORA":
         raise UnsupportedAdapter(f"peft_type {_show(kind)} is not supported, only 'LORA'")
@@ -358,7 +358,6 @@ def _pattern(config: dict[str, Any], name: str, read: Any) -> dict[str, Any]:
 def _check_pattern(name: str, key: str) -> None:
     """Refuse expressions that could match for hours."""
     repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))
-    # Each construct with several ways to match multiplies the time.
     choices = max(key.count("("), key.count("|") // _MAX_REPEATS)
     if len(key) > _MAX_PATTERN or max(repeats, choices) > _MAX_REPEATS or re.search(r"\)[*+{?]", key):
         raise UnsupportedAdapter(f"{CONFIG_FILE}: a key of {name} is too complex a regular expression")

@@ -41,7 +41,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Target:
-    """Columns of a module's output; `makes_kv` if the layer's own keys or values use them."""
+    """Columns of a module's output; `makes_kv` if the layer's keys or values use them."""
 
     module: ModuleName
     start: int
@@ -124,7 +124,7 @@ class Adapter:
     Args:
         digest: of modules, matrices and effective scale; 40 hex digits.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
-        invocation_tokens: of an activated LoRA (arXiv 2504.12397), see `AdapterConfig`.
+        invocation_tokens: of an activated LoRA (arXiv 2504.12397).
         family: digest of all A matrices.
     """
 
@@ -143,7 +143,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and its float32 numpy matrices."""
+    """An adapter and float32 numpy matrices."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
@@ -161,7 +161,7 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
 
 
 def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read a dropped adapter again; raises UnsupportedAdapter if its folder has changed."""
+    """Read a dropped adapter again. Raises UnsupportedAdapter if its folder has changed."""
     content = read_adapter(adapter.path, modules, max_bytes)
     if content.adapter.digest != adapter.digest:
         raise UnsupportedAdapter(f"the adapter in {adapter.path} has changed since it was loaded; load it anew")
@@ -220,7 +220,6 @@ def _fit(
 
 
 def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
-    """Ranks side by side, each in its own columns of b."""
     if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
         return parts[0][1]
     b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
@@ -263,7 +262,7 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
     """Layer at which the adapter can continue from base's hidden states; 0 if none."""
     if spec.recurrent:
-        return 0  # the state of lower recurrent layers would be missing
+        return 0  # lower layers' state would be missing
     own = producer_groups(adapter, spec)
     cut = min((layer.index for index in own for layer in spec.groups[index].layers), default=0)
     others = [layer.index for index, group in enumerate(spec.groups) if index not in own for layer in group.layers]
@@ -271,7 +270,7 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Indices of cache groups whose content can differ from base's."""
+    """Cache groups whose content can differ from base's."""
     changed = {
         index
         for index, group in enumerate(spec.groups)
@@ -304,7 +303,7 @@ class RowAdapter:
 
 @dataclass(frozen=True)
 class RowParts:
-    """Indices of each adapter's rows, int32; each row's index in their concatenation, int32 [B], 0 if masked."""
+    """Each adapter's rows, int32; each row's index in their concatenation, int32 [B], 0 if masked."""
 
     rows: Sequence[mx.array]
     indices: mx.array
@@ -316,7 +315,7 @@ class AdapterRows:
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
         self.shape = (len(lengths), num_tokens)
         self.adapters: list[AdapterWeights] = []
-        self._users: list[int | None] = []  # index into `adapters`
+        self._users: list[int | None] = []
         self._firsts: list[int] = []
         self._masks: dict[tuple[bool, ...], mx.array | None] = {}
         self._indices: dict[tuple[int, ...], mx.array] = {}

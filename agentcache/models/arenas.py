@@ -18,7 +18,7 @@ from agentcache.models.step import RowState
 
 
 class Slots(Protocol):
-    """A cache group's slots; a `BlockPool` in the process that allocates blocks."""
+    """A cache group's slots: a `BlockPool`, or its stand-in on a worker rank."""
 
     @property
     def capacity(self) -> int: ...
@@ -29,12 +29,8 @@ class Slots(Protocol):
 class CacheArenas:
     """Arenas of one cache, for the thread that runs the model.
 
-    Host access calls `wait` until the device is idle: a running step may still write to slots of ended requests, and
-    holds the arrays that a resize replaces.
-
-    Args:
-        evaluate: finishes all pending writes.
-        room: bytes to which a group grows without a copy, if the device allows it.
+    Host access waits until the device is idle: a running step may still write to slots of ended requests, and holds the
+    arrays that a resize replaces. To `room` bytes a group grows without a copy, if the device allows it.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class CacheArenas:
             yield measures.tokens
 
     def fit(self) -> None:
-        """Follow the pools: move blocks, shrink all groups, then grow."""
+        """Follow the pools: move blocks, shrink groups, then grow."""
         self._follow_moves()
         pairs = list(zip(self.groups, self._pools, strict=True))
         if all(arena.capacity == pool.capacity for arena, pool in pairs):
@@ -81,7 +77,7 @@ class CacheArenas:
             Copy(group, source, target)
             for group, (arena, pool) in enumerate(zip(self.groups, self._pools, strict=True))
             for source, target in pool.take_moves()
-            if source < arena.capacity  # others have never had memory
+            if source < arena.capacity  # others never had memory
         ]
         if moves:
             self.move_blocks(moves)
@@ -94,7 +90,7 @@ class CacheArenas:
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """Copy blocks to their new slots, before `fit` follows the pools."""
+        """Copy blocks, before `fit`."""
         self._follow_moves()
         for move in moves:
             self._copy(move)
@@ -124,7 +120,6 @@ class CacheArenas:
         return self.groups[group].snapshot(block_id, num_tokens)
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        """Measurements for a block's file."""
         if group not in self.measures:
             return {}
         self._wait()
@@ -181,7 +176,7 @@ class BaseArenas(CacheArenas):
         return self.states
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Store a checkpoint, lazily."""
+        """Lazily."""
         self._states.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:

@@ -33,7 +33,7 @@ class Hosted:
     spec: CacheSpec
 
 
-ChoosePrecision = Callable[[nn.Module, Inspection], Precision]  # of a model on the paged cache
+ChoosePrecision = Callable[[nn.Module, Inspection], Precision]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,10 @@ def host(
     within: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext(),
     adapted: Inspection | None = None,
 ) -> Hosted:
-    """Make a model of mlx-lm run on step caches.
+    """Make a model of mlx-lm run on step caches, or one that does (`adapted`) in another precision.
 
-    Raises UnsupportedModel: an unknown kind of cache or, with `check`, other numbers than mlx-lm's.
-
-    Args:
-        within: context of measurement and proof, such as `in_float32`.
-        adapted: inspection of a model that already runs on step caches.
+    `within` is the context of measurement and proof. Raises UnsupportedModel: an unknown kind of cache or, with
+    `check`, other numbers than mlx-lm's.
     """
     seen = _adapted(model) if adapted is None else adapted
     with within(model):
@@ -82,7 +79,7 @@ def host_in_pieces(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
-    """`host` in pieces: None after each, at last the result."""
+    """`host` in pieces: yields None after each, then the result."""
     return _in_pieces(model, _adapted(model), model_type, config, check=check, choose=choose)
 
 

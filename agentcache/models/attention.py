@@ -1,7 +1,4 @@
-"""Attention over the paged cache.
-
-Also a chunk's own tokens are read quantised, so that cold, warm and hot prompts read the same.
-"""
+"""Attention over quantised KV, also of a chunk's own tokens: cold, warm and hot prompts read the same."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ MAX_PACKED_QUERIES = 8
 log = logging.getLogger("agentcache.models")
 
 Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
-_CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose kernels by the number of rows
+_CHECKED_ROWS = (1, 2, 6, 16, 64)  # kernels depend on the number of rows
 _TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
 _BLOCKS, _HEADS = 3, 2
 
@@ -41,12 +38,12 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step reads blocks packed, not unpacked first."""
+    """Whether a step reads packed blocks."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
 def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over the rows of `kv`; returns [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k] over rows; [B, H_q, n, D_v]."""
     if fused.why_none():
         return attention_by_operations(queries, kv, options)
     return fused.attention(
@@ -108,12 +105,9 @@ def packed_attention(
     arena: LayerArena,
     added: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
-
-    A row's blocks are merged as in flash-decoding, in float32. Query heads of a kv head are rows of one product.
+    """`paged_attention` on packed blocks, merged in float32 as in flash-decoding.
 
     Args:
-        queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena`; if it has no values, as its keys.
         added: makes an addition to the values' sums, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
             repeats, n, 256].
@@ -137,7 +131,7 @@ def packed_attention(
 
 
 def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Weights [num_blocks, H_kv, repeats, n, 256]; sums by row, [B, H_kv, repeats, n, 1]."""
+    """Weights, like the scores; sums by row, [B, H_kv, repeats, n, 1]."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
     scores = scores + reads.block_bias
@@ -160,9 +154,9 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
-    `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round. Back ends
-    lack some kernels, or have wrong ones, so each is compared with the definition once. CUDA never tries MLX's kernel
-    for blocks that ours read: compiling it would block serving.
+    `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round. MLX's
+    kernel is compared with the definition once: some are missing or wrong. CUDA never tries it for blocks that ours
+    read, as compiling it would block serving.
     """
     if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)
@@ -185,7 +179,7 @@ def by_definition(x: mx.array, packed: Packed, quantisation: Packing, transpose:
 
 @cache
 def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, device: mx.DeviceType) -> bool:
-    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; warns if not."""
+    """Whether `by_kernel` agrees with `by_definition`; warns if not."""
     if agrees(by_kernel, dim, quantisation, transpose):
         return True
     log.warning(

@@ -23,12 +23,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.
 
 @dataclass(frozen=True)
 class Decoder:
-    """Identity of a decoder, used like an adapter of every layer.
-
-    Args:
-        digest: of config and weights, 32 hex digits.
-        files: `file_identity` of each file.
-    """
+    """Identity of a decoder, used like an adapter of every layer; `digest` is of config and weights, 32 hex digits."""
 
     digest: str
     path: Path
@@ -60,16 +55,13 @@ def is_decoder_folder(folder: Path) -> bool:
 
 
 def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
-    """Inspect a decoder's files, on any thread.
-
-    Raises UnsupportedAdapter: weight names, shapes or vocabulary differ from those in folder `base`.
-    """
+    """Inspect a decoder's files, on any thread. Raises UnsupportedAdapter: not a fine-tune of the model in `base`."""
     try:
         check_files(folder)
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        # Not `identity`: existing blocks and residuals are named by this digest.
+        # Not `identity`: existing files are named by this.
         digest = first_fingerprint(folder, memo, tokenizer=False)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
@@ -78,7 +70,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
 
 
 def read_decoder_again(decoder: Decoder, base: Path, memo: Path | None = None) -> Decoder:
-    """Read a dropped decoder again; raises UnsupportedAdapter if the folder has changed."""
+    """Read a dropped decoder again. Raises UnsupportedAdapter if its folder has changed."""
     again = read_decoder(decoder.path, base, memo)
     if again.digest != decoder.digest:
         raise UnsupportedAdapter(f"the model in {decoder.path} has changed since it was loaded; load it anew")

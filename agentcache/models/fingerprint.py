@@ -1,20 +1,8 @@
-"""Identity of models, from content, never from a name or a path.
+"""Identity of models, from content (table in docs/memory.md).
 
-The **identity** names the model in a new cache folder and roots every chain of blocks. The **source digest** is part of
-the cache spec: if mlx-lm's sources change, agents stay and their blocks are computed again.
-
-====================================  ========  ====================================================================
-input                                 part of   why
-====================================  ========  ====================================================================
-weights, quantisation                 identity  decide every byte
-`config.json` but `HARMLESS`          identity  unknown fields may decide bytes
-tokens (`token_rules`)                identity  another rule gives the same text other ids
-chat template, `generation_config`,   no        make or choose tokens; prompts match by text, then by tokens
-post-processor, padding, BOS, EOS
-sources of mlx-lm that compute it     spec      a corrected model file gives other keys and values
-MLX, device, driver, our kernels      no        differ by rounding only; compared at load
-our formats, chains and quantisation  root      `FORMAT_VERSION` and the cache spec
-====================================  ========  ====================================================================
+The **identity** names the model in a new cache folder and roots every chain of blocks. Unknown fields of `config.json`
+count, as they may decide bytes, and token rules, which give the same text other ids; chat templates only make text.
+The **source digest** is part of the cache spec: if mlx-lm's sources change, agents stay, and blocks are computed again.
 """
 
 from __future__ import annotations
@@ -40,7 +28,7 @@ from agentcache.text.model_folder import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")
-# No file of mlx-lm reads these (tested). Any change renames models that have the field.
+# No file of mlx-lm reads these (tested). A change renames models that have the field.
 HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -71,23 +59,23 @@ _COUNTED = {
 }
 _READS_WEIGHTS = "mlx_lm.utils"
 _LEFT_OUT = {
-    "mlx_lm.models",  # a package: its imported members are modules
+    "mlx_lm.models",  # its imported members are modules
     "mlx_lm",
-    "mlx_lm.models.pipeline",  # layers over several machines, unused here
+    "mlx_lm.models.pipeline",  # unused here
 }
 _SCHEME = "source 1"  # of the digests and the memo's keys
 
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """Names of a model, 32 hex digits each; `first` are those in cache folders of format version 2."""
+    """Names of a model, 32 hex digits; `first` are those in cache folders of format version 2."""
 
     identity: str
     first: tuple[str, ...]
 
 
 def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerprints:
-    """Names of the model in a folder; file `memo` keeps large files' digests."""
+    """Names of the model in a folder; `memo` keeps files' digests."""
     known = Memo(memo)
     identity, first = _both_names(folder, known)
     names = [first]
@@ -237,7 +225,7 @@ def _is_module(name: str) -> bool:
 
 
 def _spell(node: object, text: list[str]) -> list[str]:
-    """Append a syntax tree to `text`, the same in all versions of Python."""
+    """Spell a syntax tree, the same in all versions of Python."""
     if isinstance(node, ast.Raise):
         text.append("Raise;")
     elif isinstance(node, ast.AST):

@@ -46,7 +46,7 @@ VARIABLE = "AGENTCACHE_KERNELS"
 # Per row; sixteen read the blocks once. Flash attention would unpack them, and cuDNN is slow on new lengths.
 MAX_QUERIES = 32
 _MAX_DIM = 256
-PACKED_BITS = 4  # for keys and values; latents may also have 8
+PACKED_BITS = 4  # latents may also have 8
 _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
@@ -55,14 +55,14 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # appended values: in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 _BEING_TRIED = Verdict(False, "they are being tested")
-_by_now: dict[HeadShape, Verdict] = {}  # verdicts of `usable_by_now`
+_by_now: dict[HeadShape, Verdict] = {}
 _one_trial = Lock()  # parallel child processes would all compile
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """Shapes that passed the self-test on this machine; one per process."""
+    """Shapes that passed the self-test on this machine."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -80,7 +80,7 @@ class KernelMemo:
         self.found |= read_memo(file)
 
     def keep_in(self, file: Path) -> None:
-        """Write results to `file`, now and as they come."""
+        """Write results, now and as they come."""
         self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():
@@ -150,7 +150,7 @@ def attention(
     sinks: mx.array | None,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D], by kernels if usable, else by `reference`."""
+    """`paged_attention` by kernels if usable, else by `reference`."""
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
@@ -168,7 +168,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """Unpack one row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
+    """`unpack_row` by a kernel if usable, else by `reference`."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     data, scales, biases = side.arrays()
@@ -289,7 +289,7 @@ def _why_no_pair(layer: LayerSpec) -> str:
 
 
 def usable(shape: HeadShape | LatentShape) -> Verdict:
-    """Whether kernels can be used for a shape; the first call runs the self-test."""
+    """Whether kernels can be used for a shape; the first call tests them."""
     if why := why_none() or (_unsupported_latents(shape) if isinstance(shape, LatentShape) else _unsupported(shape)):
         return Verdict(False, why)
     return _tried(shape, device())
@@ -321,7 +321,7 @@ def _unsupported_latents(shape: LatentShape) -> str:
 
 
 def usable_by_now(shape: HeadShape) -> Verdict:
-    """As `usable`, without blocking: a new shape is unusable until a thread has tested it."""
+    """As `usable`, without blocking: new shapes are unusable until a thread has tested them."""
     if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
     if shape not in _by_now:

@@ -1,4 +1,4 @@
-"""Find what a model caches by running mlx-lm's modules on a few tokens. Nothing is evaluated."""
+"""Find what a model caches by running it on a few tokens, without evaluation."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ LINEARS = (
     nn.ShardedToAllLinear,
     nn.QuantizedShardedToAllLinear,
 )
-_NUM_TOKENS = 8  # more than a short convolution's history: its state is full
+_NUM_TOKENS = 8  # more than a short convolution's history
 
 
 @dataclass(frozen=True)
 class Paged:
-    """Place of a KV cache; `layer` is an index into `Inspection.layers`."""
+    """A KV cache, by index into `Inspection.layers`."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Place of a state; `cache` is an index into `Inspection.recurrent`."""
+    """A state, by index into `Inspection.recurrent`."""
 
     cache: int
 
 
-# None: a cache that the model does not use. A tuple: mlx-lm's CacheList.
+# None: unused. A tuple: a CacheList.
 CacheRef = Paged | Recurrent | tuple[Any, ...] | None
 
 
@@ -79,7 +79,7 @@ class Inspection:
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
-        """By layer; raises UnsupportedModel if heads cannot be quantised in groups."""
+        """By layer. Raises UnsupportedModel."""
         layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
@@ -97,7 +97,6 @@ class Inspection:
         return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
-        """Caches in the model's order."""
         # A recursive closure would be a cycle that keeps a step's arrays.
         return [_cache_at(ref, paged, states) for ref in self.refs]
 
@@ -201,7 +200,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Seen:
-    """One cache: its first user's depth, shapes of keys and values."""
+    """One cache, with its first user's depth."""
 
     cache: Any
     depth: int | None = None
@@ -216,11 +215,8 @@ class Run:
     """A model's run on its own caches.
 
     Attributes:
-        tuples: whether a layer gave more than hidden states.
-        used: caches, in order of their first write.
         called: linears called since the last `resolve`, with the number of writes before.
         behind: by layer and path of a linear: whether all writes came before its calls.
-        norms: those outside of layers.
     """
 
     calls: list[nn.Module] = field(default_factory=list)
@@ -249,7 +245,6 @@ class Run:
         return len(self.calls)
 
     def resolve(self, is_behind: Callable[[int], bool]) -> None:
-        """Judge linears in `called` by the number of writes before them."""
         for name, num_writes in self.called.items():
             self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
         self.called.clear()

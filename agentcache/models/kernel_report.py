@@ -34,10 +34,7 @@ _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How layers of one kind are computed, `by` "kernel" or "reference".
-
-    `heads` is like `8/2 x 64`: query heads, cached heads, key size. A state has no `heads` and `residuals`.
-    """
+    """Layers of one kind, computed `by` "kernel" or "reference"; `heads` as `8/2 x 64`: query, cached, key size."""
 
     kind: GroupKind
     window: int | None
@@ -55,7 +52,7 @@ class LayerKind:
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of a model folder; `kv` as in `BITS`. Reads no weights. Raises UnsupportedModel."""
+    """Layer kinds of a model folder; `kv` as in `BITS`. Raises UnsupportedModel."""
     read = read_model(str(folder))
     seen = inspect_model(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))
@@ -80,7 +77,7 @@ def _layers(
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
         latent_rank = None if latent is None else latent.rank
         verdict = layer_verdict(layer, seen.num_heads, packing, dtype, latent_rank=latent_rank)
-        residuals = ""  # latents have none
+        residuals = ""
         if latent is None:
             on_values, on_both = verdict, verdict
             if verdict.right:

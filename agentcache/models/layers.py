@@ -41,7 +41,7 @@ def in_dim(linear: nn.Module) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A layer about to be computed; its first argument is [B, n, hidden]."""
+    """A layer about to be computed, on [B, n, hidden]."""
 
     layer: nn.Module
     function: Callable[..., Any]
@@ -90,7 +90,7 @@ def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
 
 @contextmanager
 def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
-    """Within the context, `hook` computes every layer of the model."""
+    """Let `hook` compute every layer of the model."""
     kinds: list[tuple[nn.Module, Any]] = [(layer, type(layer)) for layers in layer_lists(model) for layer in layers]
     try:
         for layer, kind in kinds:
@@ -122,7 +122,7 @@ def observing(observer: Callable[[mx.array], None]) -> Iterator[None]:
 
 
 class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
-    """Experts that multiply row by row: right, but slow on long prompts."""
+    """Experts that multiply row by row: slow on long prompts."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return super().__call__(x, indices)

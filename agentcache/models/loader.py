@@ -87,13 +87,12 @@ class LoadedModel:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Rows of the token embedding; larger ids read out of bounds."""
+        """Larger token ids read out of bounds."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 
     @property
     def num_token_ids(self) -> int | None:
-        """Upper bound of token ids."""
         rows = self.num_embeddings
         return None if rows is None else max(rows, self.tokenizer.vocab_size)
 
@@ -132,7 +131,7 @@ class ReadModel:
 
     def evaluate(self) -> None:
         """Read the weights. Raises UnsupportedModel."""
-        # Also lazy arrays beside the parameters: only the thread that made them can compute them.
+        # Also lazy arrays beside the parameters: only this thread can compute them.
         others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 
@@ -160,12 +159,9 @@ def load(
 
     Args:
         path_or_hub_id: model folder, or Hugging Face id to download once.
-        memo: file of weight digests.
         check_weights: called with the weights' bytes before they are read; may raise.
-        kv: one of `BITS`, or `auto`.
-        kept: with `auto`, finds an earlier choice by fingerprint.
+        kv: one of `BITS`, or `auto`; for `auto`, `kept` finds an earlier choice, `measured` is a file of measurements.
         find_names: finds the model's names in a cache folder.
-        measured, measure_seconds: with `auto`, file of measurements, and time limit (`Measured`).
     """
     progress = progress or StartProgress()
     progress.begin("reading the model")
@@ -274,7 +270,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
 
 def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the texts for measuring precision."""
+    """Token ids for measuring precision."""
     try:
         chat = tokenizer.chats.text(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:

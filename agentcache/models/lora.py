@@ -48,7 +48,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Bytes of stacks: of modules that several adapters share."""
+    """Of modules that several adapters share."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -91,13 +91,13 @@ class Stacks:
 
 
 class ModelAdapters:
-    """Adapters of one model; `stacks` are optional copies for steps with several."""
+    """Adapters of one model; `stacks` are optional, for steps with several."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, inspection)
         self.stacks = Stacks()
         self._model, self._inspection = model, inspection
-        self._layers = list(model.layers)  # before other modules replace them
+        self._layers = list(model.layers)  # before they are wrapped
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
         self._current = current
 

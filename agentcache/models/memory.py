@@ -1,4 +1,4 @@
-"""Memory of a step beside weights and cache, available bytes, MLX's limits.
+"""Memory of a step, available bytes, MLX's limits.
 
 On a Mac, a command buffer without enough memory ends the process: such a step must not start.
 """
@@ -31,21 +31,21 @@ from agentcache.models.residual.kv import piece_blocks
 from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory, free_heap
 
-_FLOAT = 4  # bytes; half precision takes less
+_FLOAT = 4  # bytes
 # Copies alive at a time on the CPU back end, which allocates ahead.
 _HIDDEN_COPIES = 8  # residual, norm, projections
 _QUERY_COPIES = 4  # projected, normed, rotated, attended
 _INNER_COPIES = 4  # gate, its sigmoid, up, product
-_LOGIT_COPIES = 3  # as given, in float32, normalised
+_LOGIT_COPIES = 3  # given, in float32, normalised
 _UNPACKED_COPIES = 3  # packed, dequantised, contiguous
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # the sink's logit is added beside them, then removed
 # For a piece of a residual row: keys and values; scores.
 _REBUILT_COPIES, _REBUILT_SCORES = 10, 8
-_STATES_A_TOKEN = 1.3  # of recurrent layers: each token's output keeps its state alive
-_CHANNEL_COPIES = 8  # projected, before and after the convolution, gated
+_STATES_A_TOKEN = 1.3  # each output keeps its recurrent state alive
+_CHANNEL_COPIES = 8  # projected, convolved, gated
 _LEAST_TEMPORARIES = 64 << 20
-_SMALL_ARRAYS = 16 << 10  # positions, tables, scalars
+_SMALL_ARRAYS = 16 << 10
 USUAL_CONTEXT, USUAL_ROWS = 8192, 8
 # Of a measured peak: for arrays that adapters add, and because equal steps differ by how fast the device frees. On a
 # busy CPU, MLX frees an array before it makes the next; the same step on a quiet one takes up to 1.7 times as much.
@@ -66,25 +66,22 @@ class ProbedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Bounds for other steps, with margin, without logits of sampling.
-
-    `steps` has at least a decode step and a chunk without context.
-    """
+    """Bounds for steps, with margin, from probed `steps`: at least a decode step and a chunk without context."""
 
     steps: tuple[ProbedStep, ...]
 
     def without_reads(self, rows: int, num_tokens: int) -> int:
-        """Bound for a step without its attention to the cache."""
+        """Bound without attention to the cache."""
         shallow = [step for step in self.steps if not step.context]
         decode = max(step.num_bytes * max(1, rows / step.rows) for step in shallow if step.num_tokens == 1)
         if num_tokens == 1:
             return int(_margin() * decode)
-        # Parts that do not grow with tokens are in a decode step, too.
+        # A decode step has the parts that do not grow with tokens.
         chunk = max(rows * step.num_bytes * num_tokens / step.num_tokens for step in shallow if step.num_tokens > 1)
         return int(_margin() * (decode + chunk))
 
     def of_larger(self, contexts: Sequence[int], num_tokens: int) -> int | None:
-        """Bound from the least probed step of the same kind that is as large."""
+        """Bound from the least probed step that is as large."""
         larger = [
             step.num_bytes
             for step in self.steps
@@ -102,7 +99,7 @@ def _margin() -> float:
 class Footprint:
     """Upper estimate of a step's temporary memory: that of its largest layer.
 
-    With `needs` (a probe), only attention to the cache and logits are estimated; else all, from config.json.
+    A probe's `needs` replace what config.json says, but for attention to the cache and logits.
 
     Args:
         query_dim: values per head in a chunk's queries.
@@ -153,7 +150,7 @@ class Footprint:
         all_logits: bool = False,
         residual: Sequence[int] = (),
     ) -> int:
-        """Bytes for `num_tokens` per row, after `contexts` tokens of plain rows and `residual` tokens of others."""
+        """Bytes for `num_tokens` per row, after `contexts` (plain rows) and `residual` tokens."""
         rows = len(contexts) + len(residual)
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT + _SMALL_ARRAYS
         reads = self._read_bytes(contexts, num_tokens, residual)
@@ -201,22 +198,21 @@ class Footprint:
         }
 
     def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Keys are gathered while the last values are still read."""
         blocks = kind.num_blocks(contexts, num_tokens)
         num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
+        # Keys are gathered while the last values are still read.
         keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
         # Each block has a copy of its row's queries, and own sums.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
         mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)
-        # A GPU frees memory at a command buffer's end, and several are in flight.
+        # A GPU frees at a command buffer's end, and several are in flight.
         ahead = 2 * (keys + values) if self.fused else keys
         by_operations = keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
         return max(by_operations, self._latent_bytes(kind, len(contexts) * num_tokens))
 
     def _latent_bytes(self, kind: _LayerKind, num_queries: int) -> int:
-        """The latent kernel's partial sums."""
         if not self.fused or not kind.is_latent:
             return 0
         return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
@@ -279,7 +275,7 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Bytes of a gathered block; values per head, `cached_dim` over all heads."""
+    """Bytes of a gathered block; values per head, `cached_dim` of all heads."""
 
     window: int | None
     key_bytes: int
@@ -325,7 +321,7 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    """Bytes per token and head, with unpacked values if MLX has no right kernel for packed ones."""
+    """Bytes per token and head, with unpacked values if MLX has no right kernel."""
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
@@ -351,7 +347,7 @@ def spare_memory(limit: int | None = None) -> int:
 
 
 def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
-    """Bytes kept free for steps: a chunk, or eight decoding rows, within 8K tokens."""
+    """Kept free for steps: a chunk, or eight decoding rows, within 8K tokens."""
     end = min(USUAL_CONTEXT, max_context)
     chunk = footprint.step_bytes([max(0, end - num_tokens)], num_tokens)
     return max(_LEAST_TEMPORARIES, chunk, footprint.step_bytes([end - 1] * USUAL_ROWS, 1))
@@ -397,7 +393,7 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
 
 
 class Limits:
-    """MLX's limits, set until `restore` or the end of the process."""
+    """Limits, set until `restore` or the end of the process."""
 
     def __init__(self, limits: list[tuple[Setter, int]]) -> None:
         self._before: list[tuple[Setter, int]] = []

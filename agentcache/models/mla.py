@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
-The cache holds the normed latent and the roped shared key part, as one head of `kv_lora_rank + qk_rope_head_dim`
-values. Few queries move into the latent space and read packed blocks; many read the decompressed latent.
+The cache holds the normed latent and the shared, roped key part, as one head. Few queries move into the latent space
+and read packed blocks; many read the decompressed latent.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ def is_absorbed(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of a token's latent; `rope` of the key part that all heads share.
-
-    `nope` is the size of a key made of the latent, None if the model caches latents.
-    """
+    """Sizes of a token's latent, shared key part, and key made of the latent (None if the model caches latents)."""
 
     rank: int
     rope: int
@@ -93,7 +90,7 @@ class Projections(Protocol):
 def latent_attention(
     queries: mx.array, keys: mx.array | Handle, values: Handle, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Attention over cached latents, with the arguments of mlx-lm's modules; [B, H, n, v].
+    """Attention over cached latents, as mlx-lm's modules call it; [B, H, n, v].
 
     Without projections in `values`, queries and result are in the latent space, [B, H, n, rank]. `keys` are unused.
 
@@ -151,7 +148,6 @@ def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scal
 
 
 def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
-    """Latent attention by MLX's operations."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
@@ -190,9 +186,9 @@ def attend_latents(
     dtype: mx.Dtype,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention in the latent space by kernels, if usable; [B, H, n, rank] in `dtype`.
+    """Attention in the latent space by kernels, if usable; [B, H, n, rank].
 
-    `q_latent` is [B, H, n, rank], `q_rope` [B, H, n, rope], still to be multiplied with `rope_scale`.
+    `q_rope` [B, H, n, rope] is still to be multiplied with `rope_scale`.
     """
     if q_latent.shape[2] > MAX_LATENT_QUERIES:
         return reference()
@@ -306,8 +302,6 @@ class ExpandedProjections:
 
 
 class _NotedNorm(Stand):
-    """Norm that keeps its output for the cache."""
-
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
         self._noted: list[mx.array] = []
@@ -357,7 +351,7 @@ def _with_latent_cache(kind: Any) -> Any:
 def _adapt_expanded(module: nn.Module) -> None:
     module._projections = ExpandedProjections(module)
     module.kv_a_layernorm = _NotedNorm(module.kv_a_layernorm)
-    # Adapters find the module's linears by name, so its class changes.
+    # The class changes: adapters find its linears by name.
     kind: Any = type(module)
     module.__class__ = _with_latent_cache(kind)
 

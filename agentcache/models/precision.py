@@ -23,25 +23,21 @@ from agentcache.models.step import CurrentStep
 
 MAX_DIVERGENCE = 0.005
 MOST_PASSES = 15  # including the unquantised one
-_HOPELESS = 8.0  # times the limit: a larger divergence is not measured exactly
+_HOPELESS = 8.0  # times the limit; beyond, measured inexactly
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
 _LEVELS = tuple(BITS.values())
 SAFE = LayerBits(8, 8)  # nearly always within the limit
-_MOST_TRIALS = 4  # of layers in different bits
-_NEAR = 0.75  # share of the limit above which a mixture is not improved further
+_MOST_TRIALS = 4  # of mixtures
+_NEAR = 0.75  # share of the limit at which a mixture is good enough
 Layers = Sequence[LayerBits]
 
 
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    After each pass `find_precision` runs again with all known numbers, also those of an earlier process.
-
-    Args:
-        keep: called with all numbers after each measurement.
-        agree: function from a number to the value that all ranks use.
-        limit: highest divergence, in nats.
+    After each pass `find_precision` runs again with all known numbers, also those of an earlier process. `agree` gives
+    the value that all ranks use for a number.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class PrecisionSearch:
         self._keep(self._known)
 
     def _search(self) -> tuple[Precision | None, _Measurement]:
-        """The precision if enough is known; else the next measurement."""
         nothing = _Measurement("", list)
         if not self.num_layers or not self._runs.has_texts:
             return Precision((_COARSEST,) * self.num_layers), nothing
@@ -157,10 +152,7 @@ def _bytes(packing: Packing, dim: int) -> float:
 
 
 class Measured:
-    """A `ChoosePrecision` that takes the earlier choice `kept`, if it fits, or measures.
-
-    After `seconds` it chooses `safe` bits, and `unfinished` is the search to continue.
-    """
+    """A `ChoosePrecision` that takes `kept`, or measures. After `seconds`: `safe` bits, and an `unfinished` search."""
 
     def __init__(
         self,
@@ -225,7 +217,7 @@ class _Step:
     layer: int
     bits: LayerBits
     error: float
-    cost: float  # error per byte; not below that of the layer's earlier steps
+    cost: float  # error per byte, at least that of the layer's earlier steps
 
 
 @dataclass
@@ -257,10 +249,7 @@ class _Search:
         return divergence
 
     def _lower(self, level: int, at_level: float, failed: float) -> bool:
-        """Take as many steps down from `level` as the limit allows; return whether it allowed any.
-
-        `at_level` and `failed` are the divergences at this level and one below.
-        """
+        """Lower layers from `level`, if the limit allows. Divergence is `at_level`, one level down `failed`."""
         if at_level > _NEAR * self.limit:
             return False
         errors = {bits: self.model.errors(bits) for bits in _LEVELS[max(0, level - 2) : level]}
@@ -281,7 +270,6 @@ class _Search:
         return low > 0
 
     def _steps(self, base: LayerBits, errors: dict[LayerBits, Sequence[float]]) -> list[_Step]:
-        """Cheapest first."""
         steps = []
         for layer in range(self.model.num_layers):
             size, error, cost = self.model.size(layer, base), 0.0, 0.0

@@ -23,17 +23,17 @@ from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.step import CurrentStep, StepInputs, make_caches
 from agentcache.system.memory import SystemMemory
 
-_COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the text's language
+_COMPARED_AT_ONCE = 32  # vocabularies are large
+_FAMILIAR = 0.5  # share of a uniform guess's loss, above which a language is unknown
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 Texts = Sequence[Sequence[int]]
-_COPY_SHARE = 4  # the float32 copy takes at most 1/n of available memory
+_COPY_SHARE = 4  # of available memory, for the float32 copy
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
 @dataclass
 class Reference:
-    """Results with unquantised KV: `logprobs` [tokens, vocabulary] per text, layer calls of the shortest text."""
+    """Unquantised results: `logprobs` [tokens, vocabulary] per text, layer calls of the shortest."""
 
     is_float32: bool = False
     texts: Texts = ()
@@ -189,7 +189,7 @@ def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
     parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
-        # A vocabulary's padding may have logits of minus infinity.
+        # Padding may have logits of minus infinity.
         odds = mx.exp(logs)
         ours = _log_softmax(logits[begin : begin + _COMPARED_AT_ONCE])
         parts.append(np.array(mx.where(odds > 0, odds * (logs - ours), odds).sum(axis=-1), np.float64))

@@ -36,7 +36,7 @@ _LARGEST = 2**62
 
 
 class Probe:
-    """Measured steps of one model and its settings, kept in a file for later starts."""
+    """Measured steps of one model and its settings, in a file."""
 
     def __init__(self, file: Path, loaded: LoadedModel, chunk: int) -> None:
         self._file, self._loaded = file, loaded
@@ -50,7 +50,7 @@ class Probe:
         self.needs = _as_needs(self._known.get(self._key))
 
     def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
-        """Measure unless the file has the result; not with several ranks, which would have to measure together."""
+        """Measure unless the file has the result; never several ranks, which would have to measure together."""
         if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
             self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
             if self.needs is not None:
@@ -71,13 +71,9 @@ def measure_steps(
     depth: int | None = None,
     seconds: float | None = None,
 ) -> StepNeeds | None:
-    """Compute decode steps and chunks of `num_tokens`, without context and then deep in one.
+    """Compute decode steps and chunks of `num_tokens`, without context and then up to `depth`.
 
     Steps that `footprint` estimates above `free` bytes are left out; None if the smallest are, or take too long.
-
-    Args:
-        depth: end of deep steps in tokens; by default 8K, on a CPU none.
-        seconds: time limit of a chunk; by default 2 on a CPU, else none.
     """
     on_cpu = device() == NO_DEVICE
     depth = (0 if on_cpu else min(USUAL_CONTEXT, loaded.max_context)) if depth is None else depth
@@ -102,7 +98,7 @@ def measure_steps(
 
 
 class _Slots:
-    """Slots for a probe step's own tokens; slot 0 is all blocks before, as memory depends on shapes only."""
+    """Slots for a step's own tokens; slot 0 is all blocks before, as memory depends on shapes only."""
 
     def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1
@@ -110,7 +106,7 @@ class _Slots:
         self._runner = ModelRunner(loaded, self._pools)
         self._runner.base.fit()
         self._has_states = bool(loaded.spec.recurrent)
-        self._states: Sequence[RowState] = ()  # after the last step
+        self._states: Sequence[RowState] = ()
 
     def predict_seconds(self, num_tokens: int) -> float:
         seconds = 0.0
@@ -123,7 +119,7 @@ class _Slots:
         return seconds
 
     def peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """Of several short steps: they differ more, and the first finds no recurrent state."""
+        """Of several short steps: they differ, and the first finds no recurrent state."""
         return max(self._peak(rows, num_tokens, context) for _ in range(_DECODE_RUNS if num_tokens == 1 else 1))
 
     def _peak(self, rows: int, num_tokens: int, context: int) -> int:

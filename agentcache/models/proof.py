@@ -2,12 +2,11 @@
 
 The model runs twice on the same tokens, in steps that cover every path of attention:
 
-1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
+1. on caches that quantise keys and values, and return arrays;
 2. on step caches, each layer with its input of the first run, so that errors do not add up.
 
 Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a router's
-choice. Products round by their number of rows, so both runs have batches of one size. Windows are cut short, so that
-tokens leave them.
+choice. Products round by their number of rows, so batches have one size. Windows are cut short: tokens leave them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from agentcache.models.step import RowState, join, make_caches, state_of
 _WINDOW = 7
 _TOKEN_IDS = 16  # in every vocabulary
 _TOLERANCE = {mx.float16: 2e-2, mx.bfloat16: 6e-2}
-_PRODUCTS = 10  # allowed error of a float32 layer, in errors of one matrix product
+_PRODUCTS = 10  # allowed in a float32 layer, in errors of one product
 
 
 @cache
@@ -55,7 +54,7 @@ class _Step:
     num_tokens: int
 
 
-# Packed prefill, unpacked prefill, another row, both rows decoded together.
+# Packed prefill, unpacked prefill, another row, both rows.
 STEPS = (_Step((0,), 5), _Step((0,), 20), _Step((1,), 3), _Step((0, 1), 1))
 _NUM_ROWS = 2
 
@@ -73,7 +72,7 @@ _Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """Layer calls of a step, after an entry for the model; `inputs` replace those from lower layers."""
+    """Calls of the model, then of layers; `inputs` replace those from lower layers."""
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
         self.layers = [_Layer(None)]
@@ -115,7 +114,7 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """Cache of one row, in any number of copies, that quantises and dequantises.
+    """Cache of copies of one row that quantises and dequantises.
 
     Args:
         layer: spec with the proof's window; `window` is the model's.
@@ -211,7 +210,7 @@ class Proof:
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """Results, lazy: of the whole model, then of each layer, a pair per step."""
+        """Of the whole model, then of each layer, a lazy pair per step."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))

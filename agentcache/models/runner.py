@@ -24,7 +24,7 @@ from agentcache.models.step import StepInputs, StepOutputs, join, make_caches, s
 from agentcache.models.step_traces import StepTraces
 from agentcache.system.malloc import give_back_freed
 
-_LONG_STEP = 512  # tokens; the device then takes longer than Python's layout
+_LONG_STEP = 512  # tokens; longer on the device than in Python
 
 Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 
@@ -33,7 +33,7 @@ Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 class Started:
     """Work that the device got in one call; `last` is an array to wait for.
 
-    Times are `time.perf_counter`: when the device could begin, and when the work was known to be done.
+    By `time.perf_counter`, the device could begin at `began_at`, and was known to be done at `done_at`.
     """
 
     last: mx.array | None
@@ -65,7 +65,7 @@ class ModelRunner:
     ) -> None:
         self._loaded = loaded
         self._room = room
-        own = proxy(self)  # so that a dropped runner's memory is free at once
+        own = proxy(self)  # frees a dropped runner's memory at once
         self.base = make_base(
             loaded.spec, pools, lambda: own.wait(), lambda: own.evaluate(), snapshots, room=room, measures=measures
         )
@@ -76,7 +76,7 @@ class ModelRunner:
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
         self._put = writer(loaded.spec.num_attention_heads, ranks)
         self._recurrent = loaded.spec.recurrent
-        self._states: list[mx.array] = []  # new states that `start` has yet to evaluate
+        self._states: list[mx.array] = []  # for `start` to evaluate
         self.residuals: list[ResidualArenas] = []
         are_traced = not (why_none() or measures) and mode() is Mode.ON and loaded.ranks == 1
         self._traces = StepTraces(loaded, self._layers, self._put) if are_traced else None
@@ -174,7 +174,7 @@ class ModelRunner:
 
     @property
     def starts_alone(self) -> bool:
-        """Whether the next `start` waits until the device is idle."""
+        """Whether `start` waits until the device is idle."""
         return has_due(self._tensors())
 
     def start(self, *outputs: mx.array) -> Started:

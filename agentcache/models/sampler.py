@@ -18,7 +18,7 @@ import numpy as np
 from agentcache.api.sampling import SamplingParams
 
 REPETITION_CONTEXT = 64  # tokens
-_SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
+_SMALLEST_TEMPERATURE = 1e-5  # below, log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 _NO_TOP_P = 2.0  # above any rounded sum of probabilities
@@ -75,7 +75,7 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """Two uint32 from the seed and the position."""
+        """From seed and position only."""
         high, low = self._key
         return high, (low + position) % 2**32
 
@@ -100,13 +100,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Row:
-    """One row to choose a token for.
-
-    Args:
-        recent: tokens before the step's last one, for a repetition penalty.
-        position: number of tokens generated before.
-        counts: of these, without the step's last one.
-    """
+    """One row after `position` generated tokens; `recent` tokens and `counts` exclude the step's last."""
 
     sampler: Sampler
     recent: Sequence[int]
@@ -155,7 +149,7 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]
-# A key per row: draws do not depend on other rows.
+# A key per row.
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
 
 
@@ -270,7 +264,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token, and of the most likely ones, best first."""
+    """Log probability of a token, and of the best ones."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

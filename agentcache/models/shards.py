@@ -44,7 +44,7 @@ class Shards:
         self._whole: dict[ModuleName, _Shape] = {}
 
     def spread(self, model: nn.Module) -> None:
-        """Keep this rank's part of a model with unread weights. Raises UnsupportedModel."""
+        """Keep this rank's part of a model, weights unread. Raises UnsupportedModel."""
         kind = type(model).__module__.rpartition(".")[2]
         if not hasattr(model, "shard"):
             raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: mlx-lm has no `shard` for it")
@@ -92,7 +92,7 @@ class Shards:
         return replace(modules, linears=linears, targets=targets)
 
     def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
-        """This rank's part of an adapter's matrices, like `linear`, its part of the module."""
+        """This rank's part of matrices, like `linear`, its part of the module."""
         own = _Shape.of(linear)
         a, b = pair.a, pair.b
         if own.in_dim < a.shape[0]:

@@ -33,9 +33,9 @@ class StepInputs:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
         lengths: tokens of each row before the step.
         reads, writes: by cache group, None below `hidden_states.cut`; empty on other caches.
-        model: replaces base, on the same cache.
+        model: replaces base.
         adapters: by row; empty for base alone.
-        hidden_states: to continue from and to keep, for one row by base.
+        hidden_states: for one row by base.
         all_logits: whether every position's logits are wanted, not only the last.
         states: by row, None before its first token; empty without recurrent layers.
         residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`.
@@ -89,7 +89,7 @@ class CurrentStep:
 
 @dataclass(frozen=True, eq=False)
 class BatchState:
-    """Recurrent state of all rows after a step: arrays [B, ...]."""
+    """Recurrent state after a step: arrays [B, ...]."""
 
     arrays: Arrays
     num_rows: int

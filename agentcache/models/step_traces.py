@@ -1,7 +1,7 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
-On a fast device, steps wait for Python to lay out the layers. So a plain decode step (`_is_plain`), with all attention
-by kernels, is traced (`mx.compile`), with all that changes between steps as inputs.
+On a fast device, steps wait for Python. So a plain decode step (`_is_plain`), with all attention by kernels, is traced
+(`mx.compile`), with all that changes between steps as inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentcache.models.step import StepInputs
 log = logging.getLogger("agentcache.models")
 
 _MOST_TRACES = 64
-_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}  # relative to the largest logit
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}
 
 _Kinds = tuple[Attended | AttendedLatents, ...]  # of one group's layers
 _Launches = dict[Attended | AttendedLatents, PreparedDecode | PreparedLatents]
@@ -61,13 +61,13 @@ class _Group(NamedTuple):
 
 
 class StepTraces:
-    """Traces of one model; `layers` are its KV caches in order, each with its group."""
+    """Traces of one model; `layers` are its KV caches, each with its group."""
 
     def __init__(self, loaded: LoadedModel, layers: Sequence[tuple[int, LayerArena]], put: Put) -> None:
         self._loaded = loaded
         self._layers = layers
         self._put = put
-        self._kinds: list[_Kinds] = []  # by group; empty before the first step
+        self._kinds: list[_Kinds] = []  # by group
         self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
         self._proved: set[bool] = set()  # True for several rows, False for one
         self._is_off = False

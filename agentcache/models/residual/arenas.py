@@ -1,4 +1,4 @@
-"""RAM for the residual KV of an adapter or family, and the divergence of base's KV from its own."""
+"""RAM for the residual KV of an adapter or family; its divergence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ LARGEST_FLOAT16 = 65504.0
 class ResidualArenas(CacheArenas):
     """Arenas of one residual KV cache.
 
-    Args:
-        measures: whether to measure each token's divergence.
-        is_family: whether a family shares the cache; measures depend on the reading adapter and are not saved.
+    A family's measures depend on the reading adapter and are not saved.
 
     Attributes:
         measured: group of the measures, which are sums over the whole model.
@@ -92,7 +90,7 @@ class Divergence:
 
     @classmethod
     def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
-        """From sums of difference and own energy of keys, then of values."""
+        """From difference and own energy of keys, then of values."""
         if not num_tokens:
             return None
         keys, own_keys, values, own_values = sums
@@ -117,7 +115,7 @@ class StepMeasures:
         self._places: dict[int, tuple[mx.array, mx.array]] = {}
 
     def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-        """Note keys [W, H_kv, n, D_k] and values that a layer has written."""
+        """Note a layer's keys [W, H_kv, n, D_k] and values."""
         sides = zip(arena.sides, (keys, values), strict=False)
         errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
         self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
@@ -165,7 +163,6 @@ def _rounding(side: SideArena, x: mx.array) -> mx.array:
 
 
 def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
-    """Slots of the step's tokens, and places in them."""
     ids, offsets = list[int](), list[int]()
     for each in reads:
         (row,) = each.rows

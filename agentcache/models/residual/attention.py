@@ -39,7 +39,7 @@ _MASKED = -1e30  # finite, as a whole piece may be masked
 def overlaid_attention(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; [B, H_q, n, D_v]."""
+    """`paged_attention` with residuals in some rows."""
     if acts_on_values(queries.shape[2], residual_kv, options):
         return attention_on_values(queries, arena, residual_kv, options)
     done = []
@@ -70,9 +70,7 @@ def _by_operations(
 
 @dataclass
 class _Sums:
-    """Running float32 sums of a row's queries: largest score and sum of exp(score - peak), [H_kv, g, n, 1];
-    weighted sums, [H_kv, g, n, D_v] and [H_kv, g, n, r].
-    """
+    """Float32: largest score, sum of exp(score - peak), [H_kv, g, n, 1]; weighted sums, [H_kv, g, n, D_v or r]."""
 
     peak: mx.array
     total: mx.array
@@ -87,7 +85,7 @@ def _row_attention(
     assert arena.values is not None  # MLA has no residuals
     num_heads, num_tokens, _ = q.shape
     kv_heads = arena.keys.num_heads
-    grouped = q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)  # query head h reads kv head h // g
+    grouped = q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)
     sums = _nothing(grouped, arena.values.dim, row, options)
     size = piece_blocks(ids.shape[0], num_heads * num_tokens)
     for begin in range(0, ids.shape[0], size):
@@ -165,7 +163,7 @@ def _scores(
 def _factor(
     side: SideArena, row: RowResidualKV, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
 ) -> mx.array:
-    """ρ of a family's member, which is not stored."""
+    """ρ of a family's member."""
     return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)
 
 
@@ -194,7 +192,6 @@ def attention_on_values(
         done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
     for row in residual_kv.rows:
         own = queries[row.row : row.row + 1]
-        # As in `_by_operations`.
         done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
     return mx.concatenate(done)[residual_kv.order]
 
@@ -202,14 +199,14 @@ def attention_on_values(
 def _of_few_tokens(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
-    assert arena.values is not None  # MLA has no residuals
+    assert arena.values is not None
     reads = residual_kv.reads
     keys, values = arena.keys.gather(reads.blocks.ids), arena.values.gather(reads.blocks.ids)
     return packed_attention(queries, keys, values, reads, options, arena, partial(_added, residual_kv, reads))
 
 
 def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
-    """Residuals' part of the values' sums, [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n, 256]."""
+    """See `packed_attention`."""
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
     of_rows = {row.row: row for row in residual_kv.rows}
@@ -228,7 +225,7 @@ def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.
 
 
 def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowResidualKV, options: AttentionOptions) -> mx.array:
-    assert arena.values is not None  # MLA has no residuals
+    assert arena.values is not None
     keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
     if row.value_a is not None and row.matrices.value_b is not None:
         low_rank = row.value_a.array[row.residual_ids]

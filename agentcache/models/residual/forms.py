@@ -50,7 +50,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class ResidualSupport:
-    """Whether a model can have residuals (`refusal` is empty). Any thread may read it."""
+    """Whether a model can have residuals; plain data for all threads."""
 
     refusal: str = ""
     normed: frozenset[int] = frozenset()
@@ -102,7 +102,7 @@ class _Unfit(Exception):
 
 
 def find_forms(model: nn.Module, inspection: Inspection, modules: TargetModules) -> ResidualForms:
-    """Inspect a model on the paged cache, and run it on a few tokens."""
+    """Inspect a model, and run it on a few tokens."""
     try:
         _check_caches(inspection, len(model.layers))
         parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in inspection.layers]
@@ -204,7 +204,7 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """Adds noise to the second of two equal rows; notes the first's output and the noise, [n, out]."""
+    """Adds noise to the second of two equal rows; notes the first's output and the noise."""
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
         super().__init__(original)
@@ -257,7 +257,7 @@ def _by_heads(x: mx.array, spec: LayerSpec) -> mx.array:
 
 
 def _with_residual(form: KeyForm, keys: mx.array, given: mx.array, added: mx.array) -> mx.array:
-    """Keys with `added`, from cached keys [H_kv, n, D]; `given`, `added` are [n, H_kv, D]."""
+    """From cached keys [H_kv, n, D]; `given`, `added` are [n, H_kv, D]."""
     start = mx.array([_OFFSET], mx.int32)
     if form.norm is None:
         return keys.astype(mx.float32) + form.rotated(added[None], None, start)[0]

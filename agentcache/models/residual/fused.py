@@ -18,7 +18,7 @@ from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
 from agentcache.models.residual.kv import KeyForm, Rope, RowResidualKV
 
-_TRIED_AT = 31  # no angle is 0 or a whole turn, except constant ones
+_TRIED_AT = 31  # no angle is a whole turn
 _CHECKED_AT = (3, 50, 1021, 8191)
 _SMALLEST = 1e-6
 # Position times frequency is rounded in float32.
@@ -33,7 +33,7 @@ def attention_by_kernels(
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D]."""
+    """Attention over rows of one adapter, [rows, H_q, n, D]."""
     first = rows[0]
     if fused.why_none() or not fused.is_pair(arena):
         return reference()
@@ -95,7 +95,7 @@ def _decoded(
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
     """A row's memory is free before the next begins."""
-    assert arena.values is not None  # see `is_pair`
+    assert arena.values is not None
     done: list[mx.array] = []
     for row in rows:
         q = queries[row.row : row.row + 1]
@@ -169,7 +169,6 @@ class Turning:
         self.why_not = self._refusal()
 
     def turns(self, num_positions: int, dtype: mx.Dtype) -> RopeTables:
-        """Tables for positions below `num_positions`."""
         if not self.pairs:
             return no_rope(dtype)
         if num_positions > self._capacity:

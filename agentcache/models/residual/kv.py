@@ -17,7 +17,7 @@ Rope = Callable[..., mx.array]
 
 SMALLEST_FACTOR = 6e-8  # above 0, in float16
 _MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
-# Copies of one piece's KV must take less than the keys of the whole row.
+# Copies of a piece's KV must take less than the row's keys.
 _PIECES = 4
 
 
@@ -49,10 +49,7 @@ class KeyForm:
     def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
         """Adapter's addition to base's cached keys, float32 [N, H_kv, n, D].
 
-        Args:
-            delta: x·A·B, float32 [N, n, H_kv, D].
-            factor: ρ with the adapter, [N, n, H_kv]; None without a norm.
-            starts: position of the first token, int32 [N].
+        Of x·A·B [N, n, H_kv, D], ρ with the adapter [N, n, H_kv] (None without a norm) and first positions, int32 [N].
         """
         if self.norm is not None and factor is not None:
             delta = delta * self.norm.weight * factor[..., None]
@@ -65,9 +62,7 @@ class KeyForm:
         For a key k and its addition d, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without` gives mean(k²) + eps.
         Cached keys are ρ_base * R(γk), and R is a rotation up to its gain: R(γk) · R(d / (γ gain²)) = k · d.
 
-        Args:
-            base: cached keys, float32 [N, H_kv, n, D].
-            without: ρ of these, [N, n, H_kv].
+        `base` are cached keys, float32 [N, H_kv, n, D].
         """
         assert self.norm is not None
         rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
@@ -81,7 +76,7 @@ class KeyForm:
         """1 / (γ gain²), [D]; 0 where γ is 0, as no cache has that part of k."""
         assert self.norm is not None
         weight = self.norm.weight
-        unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
+        unit = mx.eye(weight.shape[0])[None, :, None]
         gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
         known = mx.abs(weight) > SMALLEST_FACTOR
         return mx.where(known, 1 / (mx.where(known, weight, 1) * gain), 0)
@@ -89,7 +84,7 @@ class KeyForm:
 
 @dataclass(frozen=True, eq=False)
 class LayerMatrices:
-    """An adapter's matrices for one layer, float32: A [in, r], key_b [r, H_kv * D_k], value_b [H_kv, r, D_v]."""
+    """One layer's matrices, float32: A [in, r], key_b [r, H_kv * D_k], value_b [H_kv, r, D_v]."""
 
     key_a: mx.array | None
     key_b: mx.array | None
@@ -100,7 +95,7 @@ class LayerMatrices:
 
 @dataclass(frozen=True, eq=False)
 class KernelMatrices:
-    """B matrices of one layer in the kernels' layout, float32 [H_kv, r, D]; `key_b` includes the key norm's weights."""
+    """B matrices in the kernels' layout, float32 [H_kv, r, D]; `key_b` includes the norm's weights."""
 
     key_b: mx.array | None
     value_b: mx.array | None
@@ -118,8 +113,7 @@ class RowResidualKV:
     """One residual row in one layer.
 
     Args:
-        reads: of base's blocks.
-        residual_slots, residual_ids: slots beside these blocks; as int32 [num_blocks].
+        residual_slots, residual_ids: slots beside the blocks read; as int32 [num_blocks].
         key_norms: a family's are those without adapter.
     """
 
@@ -139,8 +133,7 @@ class LayerResidualKV:
     """Rows of a step in one layer, some with residuals.
 
     Args:
-        plain: indices of the others, int32.
-        rows: those of one adapter are neighbours with the same `matrices`.
+        rows: with residuals; those of one adapter are neighbours with the same `matrices`.
         order: index of each row in plain rows followed by `rows`; int32 [B].
         reads: of all rows, in step order.
     """

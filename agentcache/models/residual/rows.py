@@ -31,7 +31,6 @@ class ResidualRow:
     """A row that reads residual KV, or a base row that only produces it.
 
     Args:
-        row: index in the step.
         tables: by group of `arenas`, with the step's tokens reserved.
         source: row whose x makes x·A: base's for a family; None for itself.
     """
@@ -101,7 +100,7 @@ class _Captured:
 
 
 class ResidualRows:
-    """Residual rows of one step, and the residuals produced so far. `writers` write KV, `readers` read residuals."""
+    """Residual rows of one step, and residuals produced so far; `writers` write KV, `readers` read residuals."""
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class ResidualRows:
 
 
 class OverlaidStepCache(StepCache):
-    """One layer's cache in a step with residual rows or measurements."""
+    """Cache of a layer with residual rows or measurements."""
 
     def __init__(
         self,
@@ -281,7 +280,6 @@ class OverlaidStepCache(StepCache):
         self._measures = measures
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write KV of the writing rows, and all residuals."""
         if self._rows is None:
             kv = super().update(keys, values)
             if self._measures is not None:

@@ -1,7 +1,6 @@
-"""Parts of an adapter that act on keys and values, and the layout of their residual KV.
+"""Parts of an adapter that act on keys and values, and the layout of their residual KV: x·A, before rope.
 
-Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A, before
-rope, once for all heads.
+Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053).
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """The residual spec beside `base`, with its names and windows."""
+    """The spec beside `base`, with its names and windows."""
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
     for group in base.groups:
