@@ -44,7 +44,7 @@ def rounded(x: mx.array) -> mx.array:
 
 
 def new_model(config: dict[str, Any], seed: int) -> Model:
-    """A model with new float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
+    """A model with new float32 parameters, residual projections scaled by depth as in GPT-2."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     quiet = (2 * config["num_hidden_layers"]) ** -0.5

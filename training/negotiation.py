@@ -123,11 +123,10 @@ def make_game(random: Random, words: Words) -> Game:
 class _View:
     def __init__(self, random: Random, words: Words, game: Game, budget: int) -> None:
         self.random, self.words, self.game = random, words, game
-        # About seven turns share it.
         self.scenery = max(0, int((budget * random.uniform(0.3, 0.9) - 450) / 16 / 4))
         self.dialogue = Dialogue(budget)
         self.heard: list[str] = []
-        self.told: list[str] = []  # facts for the next turn
+        self.told: list[str] = []
 
     def hear(self, name: str, words: str) -> None:
         self.heard.append(spoken(name, words))

@@ -15,7 +15,7 @@ from training.words import Words
 
 _FACTS_SHARE = 0.6  # of sentences; the rest is scenery
 _SENTENCES_A_MESSAGE = 8
-_MESSAGE_TOKENS = 14  # of the template
+_MESSAGE_TOKENS = 14
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Recall:
 
 
 def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
-    """Make facts, then at least `distance` tokens of other facts and scenery."""
+    """Make facts, then at least `distance` tokens of other text."""
     random = random_for(corpus.seed, "recall", distance, index)
     maker = FactMaker(random, Words(random, invented), held_out_only=True)
     scenery = Words(random, invented)

@@ -54,10 +54,8 @@ class Kind(StrEnum):
 class RoleRecipe:
     """Parameters of training, except base and role.
 
-    Args:
-        layers: number of adapted last layers; None for all.
-        closeness: loss weight of the squared divergence of prompts from base; 0 if KV is not shared.
-        rows: (conversation tokens, examples) of a batch, used in turn.
+    `layers`: the last ones; None for all. `closeness`: loss weight of the squared divergence of prompts from base; 0 if
+    KV is not shared. `rows`: (conversation tokens, examples) of a batch, in turn.
     """
 
     targets: tuple[str, ...] = QV

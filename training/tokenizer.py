@@ -16,7 +16,7 @@ from training.words import LISTS, Words
 
 VOCAB_SIZE = 2048
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's pattern.
+# as Qwen's
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -59,7 +59,7 @@ def _english(random: Random) -> Iterator[str]:
     for name in _ENGLISH:
         module = importlib.import_module(name)
         for _, value in sorted(inspect.getmembers(module), key=lambda member: member[0]):
-            with warnings.catch_warnings(action="ignore"):  # deprecated names warn
+            with warnings.catch_warnings(action="ignore"):
                 text = inspect.getdoc(value) if callable(value) else None
             if text and random.random() < 0.9:
                 yield text

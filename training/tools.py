@@ -10,7 +10,7 @@ from training.facts import BY_NAME, UNKNOWN, Fact, FactMaker, OutOfWords, chaine
 from training.scenery import scene
 from training.words import Words
 
-# (key, result) of the lookup for a relation.
+# key and result
 _TABLES = {
     "key": ("{s}", "the {v} key"),
     "opens": ("{s} key", "the {v}"),

@@ -81,7 +81,7 @@ def held_out(subject: str, value: str) -> bool:
 
 
 class Words:
-    """Words by kind; `invented` is the share made of random syllables."""
+    """Words by kind; `invented` is the share of random ones."""
 
     def __init__(self, random: Random, invented: float = 0.0) -> None:
         self._random = random

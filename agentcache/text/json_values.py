@@ -19,7 +19,7 @@ _MOST_TOKENS = 100_000
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{},:]', re.DOTALL)
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-_MAX_NUMBER = 400  # digits
+_MAX_NUMBER = 400
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[A-Za-z0-9+.\-]+")
@@ -199,13 +199,13 @@ class JsonText:
         self.is_broken = False
         self._out: list[str] = []
         self._expect = _Expect.VALUE
-        self._open: list[str] = []  # closing brackets
+        self._open: list[str] = []
         self._held = ""  # a key, emitted with its value to stay completable
         self._comma = False
         self._string: list[str] = []
         self._is_key = False
-        self._escape = ""  # incomplete
-        self._half = ""  # high surrogate
+        self._escape = ""
+        self._half = ""
         self._word = ""
 
     @property

@@ -144,7 +144,6 @@ class Seals:
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:
-        """Seal control tokens in the model's own text."""
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
@@ -235,7 +234,6 @@ class Codes:
         return "".join([*parts, _clean(text[done:])])
 
     def shown(self, coded: str) -> str:
-        """Decode to the text that clients see."""
         return coded if coded.isascii() else _ANY_CODE.sub(lambda found: self._spelled(found[0], hides=True), coded)
 
     def spelled(self, coded: str) -> str:

@@ -72,7 +72,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the sampling values of generation_config.json; log and skip invalid ones."""
+    """Return the sampling values of generation_config.json, except invalid ones."""
     found = read_object(folder / _FILE)
     values: dict[str, Any] = {}
     for name in SamplingDefaults.NAMES:
@@ -194,7 +194,7 @@ def _digest_rules(files: Collection[Path]) -> str:
             content = {name: value for name, value in content.items() if name not in _HARMLESS_RULES}
         elif file.name in _SETTINGS and isinstance(content, dict):
             content = _counting(content, added)
-        if not content:  # same digest as without the file
+        if not content:  # as without the file
             continue
         data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True).encode()
         for part in (file.name.encode(), data):

@@ -31,14 +31,13 @@ class Example:
 
 @dataclass(frozen=True)
 class DecoderBatch:
-    """Rows padded at the end, int32.
+    """Rows padded at the end, int32; `weights` are float32, 0 for padding.
 
     Args:
         prompts: [B, P], without their last token.
         lengths: [B], tokens of `prompts`.
         inputs: [B, A], a prompt's last token and the answer without its last.
         targets: [B, A], answers.
-        weights: float32 [B, A], 0 for padding.
     """
 
     prompts: np.ndarray

@@ -37,7 +37,7 @@ class FrozenBase:
     def prefill(self, prompts: mx.array) -> list[PromptCache]:
         """The base's KV of prompts [B, P], without gradients."""
         caches = [PromptCache(rounding) for rounding in self.roundings]
-        self.model(prompts, cache=caches)  # lazy: the logits are never computed
+        self.model(prompts, cache=caches)  # lazy: no logits
         return caches
 
     def decode(
@@ -76,7 +76,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
 
 def _round(layer: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
-    assert isinstance(quantisation, Quantisation)  # of 4 bits
+    assert isinstance(quantisation, Quantisation)
     for module in layer.modules():
         if is_expanded(module):
             module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm.original, Rounding(quantisation))

@@ -53,7 +53,7 @@ class Chat(Protocol):
         ...
 
     def restore(self, agent: str) -> Restored | None:
-        """Load the agent from disk into RAM; None if it does not exist."""
+        """Load the agent into RAM; None if it does not exist."""
         ...
 
 

@@ -79,13 +79,13 @@ def check_known(value: Any, known: Iterable[str], what: str, where: str) -> str:
 
 
 def hint(word: Any, known: Iterable[str]) -> str:
-    """Return ` (did you mean "…"?)` with the closest known word, or an empty text."""
+    """Return ` (did you mean "…"?)` or an empty text."""
     nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f' (did you mean "{nearest[0]}"?)' if nearest else ""
 
 
 def place_of(what: str, number: int, entry: Any, key: str) -> str:
-    """Name a list's entry, such as `phase 2 ("night")`."""
+    """Such as `phase 2 ("night")`."""
     label = entry.get(key) if isinstance(entry, dict) else None
     return f'{what} {number} ("{label}")' if isinstance(label, str) else f"{what} {number}"
 

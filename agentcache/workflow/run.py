@@ -18,7 +18,7 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord, WorkflowTransc
 class Settings:
     """Settings of a run. `session` prefixes the agents' ids; `max_tokens` overrides the script's.
 
-    With `forget_phases`, agents begin each phase with their system prompt alone.
+    With `forget_phases`, only the system prompt outlasts a phase.
     """
 
     session: str
@@ -70,7 +70,7 @@ class WorkflowRun:
         return self._agent_ids[step.turn.speaker]
 
     def take(self, step: Step) -> TurnRecord:
-        """Take a ready step. If the chat raises, nothing changes: the step can be retried."""
+        """Take a ready step. If the chat raises, it can be retried."""
         turn = self.open(step)
         return self.end_turn(turn, speak(self.chat, turn))
 
@@ -142,7 +142,7 @@ class OpenTurn:
 
 @dataclass(frozen=True)
 class SpokenTurn:
-    """The answers of a turn: one for each round of calls, then the final one."""
+    """A turn's answers: one for each round of calls, then the final one."""
 
     replies: tuple[Reply, ...]
     rounds: tuple[ToolRound, ...]

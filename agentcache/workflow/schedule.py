@@ -1,4 +1,4 @@
-"""Run independent turns in parallel, and prefetch the next speakers' blocks from disk."""
+"""Runs independent turns in parallel, and restores the next speakers from disk."""
 
 from __future__ import annotations
 

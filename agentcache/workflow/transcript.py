@@ -21,7 +21,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class ToolRound:
-    """An unmodified answer with calls, and their results."""
+    """An answer with calls, unmodified, and their results."""
 
     text: str
     observations: tuple[str, ...]
@@ -32,13 +32,9 @@ class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
     Of several answers (tool calls), match, cache state, prompt and cached tokens, time to first token and restore are
-    the first's; other costs are sums. `total_ms` includes saving.
+    the first's; other costs are sums. `total_ms` includes saving, but not `prefetch_ms`.
 
-    Args:
-        speaker, agent: its ids in the script and on the server.
-        match: relation of the prompt to the cached tokens.
-        written_bytes, saved: None if not reported.
-        prefetched, prefetch_ms: a restore during another turn; not in the times.
+    `speaker` and `agent`: ids in the script and on the server. `match`: relation of the prompt to the cached tokens.
     """
 
     phase: int
@@ -155,7 +151,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Miss:
-    """A point that was not found, with the agent's answer."""
+    """A point that was not found."""
 
     phase: int
     turn: int
@@ -166,7 +162,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """A run's recall: total, by phase, by agent; and its misses."""
+    """A run's recall."""
 
     recall: Recall
     by_phase: dict[int, Recall]

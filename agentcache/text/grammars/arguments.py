@@ -54,7 +54,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """A value that is not a string, as the right side of a Lark rule; `parts` if no other constraints apply."""
+    """A value that is not a string: a Lark rule's right side; `parts` if no other constraints apply."""
 
     rule: str
     types: frozenset[str]

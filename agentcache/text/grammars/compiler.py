@@ -1,4 +1,4 @@
-"""Grammar compiler and grammar matcher for one tokenizer."""
+"""Compiles grammars, and matches answers with them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GrammarCompiler:
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary, or set `refusal`. Holds the GIL, up to a second."""
+        """Read the vocabulary, or set `refusal`. Holds the GIL for up to a second."""
         with suppress(InvalidRequest):
             self._tokenizer("response_format")
 
@@ -171,7 +171,7 @@ class GrammarMatcher:
         self._ends = ends
         self._finders = finders
         self._grace = GRACE
-        self._seconds = QUICK  # CPU time of the last mask
+        self._seconds = QUICK  # CPU time
         self.is_over = False
         self.failure: str | None = None
         self._mask = self._start()
@@ -198,7 +198,7 @@ class GrammarMatcher:
     def take(self, token_id: int) -> None:
         if not self._mask.done():
             wait([self._mask])
-        # Inline: cheap, and the caller reads `is_over` next.
+        # Inline: the caller reads `is_over` next.
         try:
             self._matcher.consume_token(token_id)
         except BaseException as error:

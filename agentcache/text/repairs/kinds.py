@@ -53,7 +53,7 @@ _NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
 class Repairs:
     """The repairs that a chat template needs (docs/server.md).
 
-    `calls_without_words` makes text beside a call a message before it, `words_at_calls` moves it in the rendered text,
+    Text beside a call becomes a message (`calls_without_words`) or moves in the rendered text (`words_at_calls`).
     `results_with_calls` makes results of unknown calls user text.
     """
 

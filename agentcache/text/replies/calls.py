@@ -150,16 +150,16 @@ def _partial(text: str, string: str) -> int:
 
 
 class Steps(ABC):
-    """Base of call parsers: `feed` repeats `_step` until text and state are stable."""
+    """Base of call parsers: `feed` repeats `_step` until nothing changes."""
 
-    _at: Enum  # the state
+    _at: Enum
 
     def __init__(self, sink: CallSink, close: str) -> None:
         self._sink = sink
         self._close = close
         self._text = ""  # unread
         self._raw = ""  # in case it is no call
-        self._started = False  # the sink has the call's start
+        self._started = False
 
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text

@@ -27,7 +27,7 @@ from agentcache.text.replies.tagged_calls import TaggedCalls, Tags
 
 @dataclass(frozen=True)
 class DialectParts:
-    """Inputs of a call parser; `marker`: the opening marker if clients may see it."""
+    """Inputs of a call parser; `marker` is empty if clients must not see it."""
 
     sink: CallSink
     tools: Tools

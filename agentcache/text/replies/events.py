@@ -102,7 +102,7 @@ class Zones:
     def __init__(self, shown: Callable[[str], str]) -> None:
         self._shown = shown
         self._zones: list[Zone] = []
-        self._passed_over = 0  # characters
+        self._passed_over = 0
 
     def add(self, coded: str, *, is_said: bool) -> None:
         length = self._length(coded)
@@ -115,7 +115,6 @@ class Zones:
         self._zones.append((length, is_said))
 
     def pass_over(self, coded: str) -> None:
-        """Skip `coded` at the start of the next text: a zone has it."""
         self._passed_over += self._length(coded)
 
     def _length(self, coded: str) -> int:

@@ -14,8 +14,8 @@ from agentcache.text.replies.tagged_calls import converted
 
 _NAME = re.compile(r"[\w.\-]*")
 _FIELD_NAME = re.compile(r"[\w\-]*")
-_WORDS = re.compile(r"[^{}()\[\],]*")  # unquoted
-_LONGEST_WORDS = 10_000  # characters
+_WORDS = re.compile(r"[^{}()\[\],]*")
+_LONGEST_WORDS = 10_000
 _BRACKETS = {"(": "[", "[": "[", "{": "{", ")": "]", "]": "]", "}": "}", ",": ",", ":": ":"}
 _AFTER_STRING = ",:]})"
 _PLAIN = re.compile(r"[^\\\"']+")

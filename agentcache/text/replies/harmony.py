@@ -39,14 +39,14 @@ class HarmonyReader:
         self._sink = CallSink(self._codes.shown, self._codes.in_json)
         self._state = _State.HEADER
         self._header: list[str] = []
-        self._prompted = ""  # of the header
+        self._prompted = ""
         self._text = ""
         self._tool = ""
         self._arguments = JsonText()
-        self._has_begun = False  # part is emitted
+        self._has_begun = False
         self._zones = Zones(self._codes.shown)
         self._undecided: list[str] = []  # a header, or plain text
-        self._pause = {ReasoningDelta: "", TextDelta: ""}  # before the next message
+        self._pause = {ReasoningDelta: "", TextDelta: ""}
 
     @property
     def num_calls(self) -> int:

@@ -1,4 +1,4 @@
-"""Matches replies in a rendered prompt with the generated replies."""
+"""Matches replies in a rendered prompt with generated ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of reasoning that the prompt opens before `begin`, even if it closes it; else `begin`."""
+        """Return the start of reasoning that the prompt opens, and may close, before `begin`; else `begin`."""
         opened = _opened_at(self._form, text, begin)
         return opened if opened < begin else self._closed_thought_at(text, begin)
 
@@ -142,7 +142,7 @@ class ReplyReading:
         return begin
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Return the start of control tokens and role before `begin`; else `begin`."""
+        """Return the start of control tokens and role before `begin`."""
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
@@ -186,7 +186,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Count the tokens before a transcript's first reasoning; None without any."""
+    """Count the tokens before the first reasoning."""
     places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
     first = next((place for place in places if place is not None), None)
     return None if first is None else bisect_right(transcript.ends, first)
@@ -209,7 +209,7 @@ def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | Non
 
 @dataclass(frozen=True)
 class Retold:
-    """A prompt spelled as its transcript; `is_same` if it extends all of it but for omitted reasoning."""
+    """A prompt spelled as its transcript; `is_same` if it only omits reasoning and adds to the end."""
 
     text: str
     is_same: bool
@@ -221,7 +221,7 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     The cache holds that spelling. From the first omitted reasoning on, `text` stays unchanged.
     """
     old, at, old_at = transcript.text, 0, 0
-    done: list[str] = []  # for `text[:at]`
+    done: list[str] = []
     is_own = True  # so far equal to the transcript
     same_until = shared_until(old, text, 0, 0)
     for begin, end in transcript.generated_ranges():

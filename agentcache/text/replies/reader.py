@@ -24,8 +24,8 @@ DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 class ReplyReader(Protocol):
     """Parser for one reply.
 
-    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning, or
-    None outside it, and if a marker token may have begun the end.
+    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning;
+    None outside it, or if the end may have begun.
     """
 
     is_doubtful: bool
@@ -131,7 +131,7 @@ class MarkedReader:
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
         self._text = ""  # unread
-        self._gap = ""  # white space before more text
+        self._gap = ""  # white space
         self._strips = False
         self._said = False
         self._thought: list[str] = []  # reasoning without an opening marker
@@ -139,11 +139,11 @@ class MarkedReader:
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
-        self._undecided: list[str] = []  # possible calls
+        self._undecided: list[str] = []
         self._num_before = 0
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
-        self._doubted = inf if self._is_whole else 0.0  # characters to hold
+        self._doubted = inf if self._is_whole else 0.0
         self._held: list[tuple[str, bool]] = []  # possible reasoning; True: never shown
         self._has_closed = self._has_thought = self.is_doubtful = False
 

@@ -112,10 +112,10 @@ class StopSearch:
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
         self._stops = stops
         self._reader = reader
-        self._state = 0  # over the whole text
+        self._state = 0
         self._length = 0
         self._unread: list[str] = []
-        self._read_length = 0  # characters before `_unread`
+        self._read_length = 0
         self._placed: list[Placed] = []
         self._waits = False  # the zone of a found string is unknown
         self._zoned = 0

@@ -95,7 +95,7 @@ class TaggedCalls(Steps):
         self._begun = False
         self._value: list[str] = []
         self._behind: list[str] = []
-        self._has_inner: bool | None = None  # None if unknown
+        self._has_inner: bool | None = None
         self._inner = JsonText()
         self._json = JsonText()
 
@@ -313,7 +313,7 @@ class TaggedCalls(Steps):
         return None
 
     def _end_of_json(self, final: bool) -> Left | None:
-        # `call_end` may arrive later than the arguments.
+        # `call_end` may come later.
         text, end = self._text.lstrip(SPACE), self._tags.call_end
         if text.startswith(end) or final or partial_end(text, [end]) != len(text):
             self._text, self._at = text.removeprefix(end), _At.CALL
@@ -349,7 +349,7 @@ class TaggedCalls(Steps):
 
 
 def name_in(tag: str) -> str:
-    """Return the tag's name attribute, or the text without quotes."""
+    """Return the tag's name attribute, else its text without quotes."""
     attribute = _NAME_ATTRIBUTE.search(tag)
     if attribute is None:
         return tag.strip().strip("\"'")
