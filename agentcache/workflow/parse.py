@@ -3,10 +3,10 @@
     [[tools]]                           [[phases.turns]]
     name = "lookup"                     tools = ["lookup"]
     description = "Who lives where."    max_calls = 2
-    key = "name"  # optional            max_tokens = 20
+    key = "name"  # optional            sees = "all"
     entries = { Bob = "{town}" }        expect_call = { name = "lookup", arguments = { … } }
 
-`[[agents]]` may have `max_tokens` and `adapter`. `values` reads `[draw.…]` and `[[when]]`.
+Agents and turns may have `max_tokens`, agents an `adapter`. `values` reads `[draw.…]` and `[[when]]`.
 """
 
 from __future__ import annotations
