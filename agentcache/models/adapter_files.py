@@ -27,7 +27,6 @@ Array = NDArray[np.float32]
 _LAYER = r"(?:(?:model|language_model)\.){0,3}layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z0-9_.]{1,100})"
 _FLOATS = {"F32": "<f4", "F16": "<f2"}
 _EXPERTS = {"experts", "switch_mlp"}
-# By a part of the tensor's name.
 _OTHER_TENSORS = {
     "magnitude": "DoRA",
     "embed": "adapters of embeddings",
@@ -41,7 +40,7 @@ _MAX_PATTERN = 256
 _MAX_REPEATS = 3
 _MAX_TOKEN_ID = 2**31
 _LARGEST = 1e30  # for comparisons that NaN and integers beyond float fail too
-# PEFT options that need more than x @ A @ B.
+# They need more than x @ A @ B.
 _PEFT_EXTRAS = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules saved beside the adapter",

@@ -150,7 +150,7 @@ class AdapterContent:
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder, on any thread, in up to four times its file's size.
+    """Read an adapter's folder, on any thread; takes up to four times its file's bytes.
 
     Raises UnsupportedAdapter: broken, not plain LoRA, or of another model.
     """

@@ -57,8 +57,7 @@ class Inspection:
     Args:
         refs: places of caches, in the model's order.
         layers, recurrent: KV caches and states, in order of computation; `latents`, `dtypes` (of keys) as `layers`.
-        hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped: they keep a state, do not run once
-            each in order, or give more than hidden states.
+        hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped.
         linears: whether all calls follow the layer's cache writes, by layer and path.
         final_norm: owner and name of the first norm after the last layer.
     """

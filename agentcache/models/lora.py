@@ -157,7 +157,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module whose output `adapt` makes from x and the original's."""
+    """A linear module with adapters."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

@@ -92,11 +92,11 @@ def latent_attention(
 ) -> mx.array:
     """Attention over cached latents, as mlx-lm's modules call it; [B, H, n, v].
 
-    Without projections in `values`, queries and result are in the latent space, [B, H, n, rank]. `keys` are unused.
+    Without projections in `values`, queries and result are in the latent space, [B, H, n, rank].
 
     Args:
         queries: [B, H, n, nope]; with the rope part if `mask` is None.
-        mask: rope part of the queries times `scale`, [B, H, n, rope], as the module multiplies it with cached keys.
+        mask: rope part of the queries times `scale`, [B, H, n, rope].
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -315,7 +315,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """Step cache that stores the latent; the module's keys and values are never evaluated."""
+    """Stores the latent; the module's keys and values are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset

@@ -26,7 +26,7 @@ from agentcache.system.files import read_memo, write_memo
 log = logging.getLogger("agentcache.engine")
 
 _SHARE = 0.9  # of free memory, for the estimate of a probe step
-# Limits on a CPU, where a chunk takes minutes with a large model.
+# On a CPU, where a large model's chunk takes minutes.
 _MOST_SECONDS, _MOST_WEIGHT_BYTES = 2.0, 256 << 20
 # Tokens of steps that predict a chunk's time; how much faster a chunk's tokens are.
 _PREDICTED_FROM = ((1, 8), (16, 1))

@@ -36,7 +36,6 @@ class StepInputs:
         model: replaces base.
         adapters: by row; empty for base alone.
         hidden_states: for one row by base.
-        all_logits: whether every position's logits are wanted, not only the last.
         states: by row, None before its first token; empty without recurrent layers.
         residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`.
     """

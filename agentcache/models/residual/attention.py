@@ -173,7 +173,7 @@ def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, tr
 
 
 def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
-    """Whether all rows run together, on a CPU, where pieces are slow: no adapter acts on keys."""
+    """Whether rows run together, on a CPU, where pieces are slow: no adapter acts on keys."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:

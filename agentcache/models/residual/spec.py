@@ -59,7 +59,7 @@ def is_split(name: ModuleName) -> bool:
 
 @dataclass(frozen=True)
 class ResidualLayer:
-    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; whether each head's keys are normed."""
+    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; `normed` keys, by head."""
 
     index: int
     key_rank: int
