@@ -1,4 +1,4 @@
-"""All errors that agentcache raises on purpose.
+"""Errors that agentcache raises on purpose.
 
 AgentCacheError
 ├── RequestError

@@ -1,4 +1,4 @@
-"""The form that an answer must have: constrained text, tool calls, or both."""
+"""The form that an answer must have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the engine: updates and report of a request, state of an agent."""
+"""Answers of the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from agentcache.api.policy import Policy
 
-# Characters of a prompt's end that show how a reply begins: at most a message header.
+# Characters at a prompt's end that show how a reply begins.
 PROMPT_END = 256
 
 
@@ -84,13 +84,11 @@ class Volatile:
 
 @dataclass(frozen=True)
 class Report:
-    """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
+    """Cost and reuse of a request; the `agentcache` object beside `usage`.
 
-    `computed_tokens`: of the prompt, at least 1; under `residual`, with the adapter, beside `base_computed_tokens`.
-    `lost_tokens`: of the conversation, recomputed because RAM and disk had lost them. `activated_at`: first token on
-    which an activated or prefill-share adapter acted. `requested_policy`: before a fallback. `divergence`: relative
-    error of base's KV against the adapter's own; None if not measured. `notes`: changes made to the chat before its
-    template was applied.
+    `computed_tokens`: of the prompt, at least 1. `lost_tokens`: recomputed because RAM and disk had lost them.
+    `activated_at`: first token on which the adapter acted. `divergence`: relative error of base's KV against the
+    adapter's own; None if not measured. `notes`: changes made to the chat before its template was applied.
     """
 
     agent: str | None

@@ -1,5 +1,3 @@
-"""Sampling parameters of a request."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -31,7 +29,7 @@ class SamplingParams:
     Args:
         max_tokens: 0 only caches the prompt; None for the rest of the context.
         temperature: 0 is greedy and deterministic.
-        top_p, top_k, min_p: 1.0, 0 (or -1) and 0.0 disable them.
+        top_p, top_k, min_p: disabled by 1.0, 0 (or -1) and 0.0.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens.
         frequency_penalty, presence_penalty: as OpenAI's.
         logit_bias: added to the logits, by token id; unknown ids are ignored.

@@ -16,7 +16,7 @@ from agentcache.plans.plan import Pass
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One row of a batch. `is_complete`: it computes the last known token, so the next is chosen."""
+    """`is_complete`: the row computes the last known token, so the next is chosen."""
 
     running: RunningRequest
     work: Pass
@@ -44,7 +44,7 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """One row's result. `token` is None if it is not complete; `prompt_scores` follow computed tokens."""
+    """`token`: None if the row is not complete. `prompt_scores` follow computed tokens."""
 
     row: BatchRow
     token: int | None

@@ -42,7 +42,7 @@ class BatchBuilder:
         )
         outputs = self._runner.forward(step)
         logits, states = outputs.logits, outputs.states if self._runner.base.states is not None else ()
-        if logits.shape[0] > len(rows):  # further rows are some plan's own
+        if logits.shape[0] > len(rows):  # further rows are a plan's own
             logits = logits[: len(rows)]
         ends = [start + num_tokens for start in starts]
         complete = [row.is_complete for row in made]

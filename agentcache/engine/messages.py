@@ -30,7 +30,7 @@ Reply = Callable[[T | BaseException], None]
 
 
 class Message(ABC, Generic[T_co]):
-    """A message from the event loop, handled on the engine thread. A reply is a T_co or an error."""
+    """A message from the event loop; a reply is a T_co or an error."""
 
     @abstractmethod
     def handle(self, engine: Engine, reply: Reply[T_co]) -> None:
@@ -70,7 +70,7 @@ class Cancel(Message[None]):
 
 @dataclass(frozen=True)
 class MeasurePrecision(Message[Measuring]):
-    """Compute one forward pass of the precision search."""
+    """One forward pass of the precision search."""
 
     def handle(self, engine: Engine, reply: Reply[Measuring]) -> None:
         reply(engine.measure_precision())

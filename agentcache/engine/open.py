@@ -310,7 +310,7 @@ def _beside_windows(num_tokens: int, spec: CacheSpec, ram_budget: int) -> int:
 
 
 def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
-    """Data for `/v1/models` and `agentcache doctor`."""
+    """For `/v1/models` and `agentcache doctor`."""
     name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,

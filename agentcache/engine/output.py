@@ -42,7 +42,7 @@ class Generated:
 
 
 class Output:
-    """The text of one running request, at constant cost per token. Stops in the first `min_tokens` do not count."""
+    """The text of one request, at constant cost per token. Stops in the first `min_tokens` do not count."""
 
     def __init__(
         self,

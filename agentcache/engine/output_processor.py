@@ -48,7 +48,7 @@ class OutputProcessor:
         self._requests = requests
 
     def begin(self, running: RunningRequest) -> None:
-        """Choose and pin the turn's lineage. A new one is created at the turn's end. Raises Conflict."""
+        """Choose and pin the turn's lineage; a new one is created at its end. Raises Conflict."""
         agent = running.request.agent
         if agent is None:
             return
@@ -72,7 +72,7 @@ class OutputProcessor:
     def save_early(
         self, running: RunningRequest, cache: str, sequence: BlockTables, published: Sequence[PathBlock]
     ) -> None:
-        """Write full blocks before the turn's end, if it will be saved."""
+        """Write full blocks of a turn that will be saved."""
         record = running.output.record
         if record is None or not self._persistence.fits(record, running.num_prompt_tokens):
             return

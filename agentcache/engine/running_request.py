@@ -45,18 +45,14 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 @dataclass(eq=False)
 class Progress:
-    """A request's tokens on the device and its scheduling; modules in brackets write the field.
+    """A request's tokens on the device and its scheduling.
 
-    Attributes:
-        is_late: whether the next token awaits its grammar mask.
-        row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
-        shown_state: last recurrent state whose text is sent and thus final, with its token count.
-        background: whether other requests go first (scheduler).
-        passed_over: times that another request went first (scheduler).
-        decoded_at: number of its last decode step (scheduler).
-        source: request that computes its next block (prefix sharing).
-        sampler: (batch builder).
-        restored_bytes, restore_seconds: read from disk (admission).
+    `is_late`: the next token awaits its grammar mask. `row_state`, `launched_state`: recurrent state after
+    `num_computed`, `num_launched` tokens. `shown_state`: last one whose text is sent and thus final, and its tokens.
+
+    The scheduler writes `background`, `passed_over` (times that another request went first) and `decoded_at` (number
+    of its last decode step), prefix sharing `source` (computes its next block), the batch builder `sampler`,
+    admission `restored_bytes` and `restore_seconds`.
     """
 
     in_flight: int = 0
@@ -169,7 +165,7 @@ class RunningRequest:
 
     @property
     def can_decode(self) -> bool:
-        """Whether it can join the next decode step. The first and the last token are awaited, to be sent at once."""
+        """Whether it can join the next decode step. First and last token are awaited, to be sent at once."""
         if not self.progress.in_flight:
             return self.num_to_launch == 1
         if self.progress.is_late or self.num_to_launch or not 0 < self.num_generated < self.submitted.max_tokens - 1:

@@ -6,7 +6,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.engine.running_request import Requests, RunningRequest, State
 from agentcache.engine.token_budget import TokenBudget
 
-# The shortest prompt goes first, unless another was passed over this often.
+# The shortest prompt goes first, unless another one was passed over this often.
 _MOST_TIMES_PASSED_OVER = 3
 # First tokens of an answer go before chunks of long prompts: the user is reading.
 _FIRST_TOKENS = 32
@@ -48,7 +48,7 @@ class Scheduler:
         return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
     def next_to_admit(self) -> RunningRequest | None:
-        """The next request to admit, if there is room; background requests leave one place for interactive ones."""
+        """The next request to admit, if there is room; background ones leave one place for interactive ones."""
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
             return None
@@ -79,8 +79,8 @@ class Scheduler:
     def schedule(self) -> dict[RunningRequest, int]:
         """Tokens per request for the next step; empty if all wait for the step under way.
 
-        A step is one token of each decoding request of one model, or one chunk. While requests decode, a chunk follows
-        decode steps; `TokenBudget` balances what goes early. A source request takes its prompt's turn.
+        A step is one token of each decoding request of one model, or one chunk. A source request takes its prompt's
+        turn.
         """
         decoding = [running for running in self.running if running.can_decode]
         prompts = [running for running in self.running if running.can_prefill]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 SMALLEST_CHUNK = 32  # smaller chunks cost nearly as much
 _LARGEST_IDLE_CHUNK = 2048
-_IDLE_STALLS = 4  # stalls per chunk while no request decodes: the longest delay of a new request
+_IDLE_STALLS = 4  # stalls per chunk while no request decodes
 PATIENCE = 10  # stalls by which one side may exceed its share
 _MOST_PATIENCE = 2.0  # seconds
 _DEPTH_UNIT = 256
@@ -74,7 +74,7 @@ class TokenBudget:
 
     @property
     def may_defer_decodes(self) -> bool:
-        """Whether a decode step may go before a due chunk, after the step under way."""
+        """Whether a decode step may go before a due chunk."""
         return self._deficit - self._step_seconds > -self._patience
 
     def is_sooner_done(self, num_steps: int, num_tokens: int, context: int) -> bool:
@@ -119,7 +119,7 @@ class TokenBudget:
         self._rates[depth] = _Rate(measured, middle)
 
     def step_took(self, seconds: float, *, contended: bool = False) -> None:
-        """Record a decode step, `contended` if it went before a due chunk."""
+        """Record a step, `contended` if it went before a due chunk."""
         least = -self._patience if contended or self._deficit < 0 else 0.0
         self._deficit = max(least, self._deficit - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)

@@ -128,13 +128,13 @@ class AdapterLoader:
         return ""
 
     def unload(self, name: str) -> None:
-        """Refuse new requests for the adapter; its weights go after the last running one. Raises NotFound."""
+        """Refuse new requests; the weights go after the last running one. Raises NotFound."""
         self._table.remove(name)
         self._drop_orphans()
 
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
-        """Keep the adapter's weights on the device inside the block, even if its name changes. None for base.
+        """Keep an adapter's weights on the device inside the block. None for base.
 
         Raises NotFound, UnsupportedAdapter (dropped weights whose folder is gone or changed), Overloaded (RAM budget).
         """

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("agentcache.engine")
 
-MOST_ARCHIVES = 8  # that may wait to be read
+MOST_ARCHIVES = 8
 PERIOD_SECONDS = 1.0
 REPEAT_SECONDS = 5.0  # memory freed by the last report shows in the readings by then
 MEASURE_SECONDS = 4.0  # limit at start
@@ -238,7 +238,7 @@ class AsyncEngine:
         await asyncio.gather(self._thread.close(), *adapters)
 
     async def _choose_precision(self) -> None:
-        """Measure between requests, then replace the engine. If that fails, the server ends (`failure`)."""
+        """Measure between requests, then replace the engine. If that fails, the server ends."""
         try:
             measuring = Measuring(0)
             while measuring.chosen is None:
@@ -263,7 +263,7 @@ class AsyncEngine:
         assert replaced is not None
         served = replaced.loaded
         del replaced
-        # Bodies that name adapters can be parsed during this; their requests wait at the gate.
+        # For bodies that name adapters; their requests wait at the gate.
         self._model = replace(self.model, adapters=self.adapters.list())
         await self._stop_engine(shutting_down())
         self._thread = self._make_thread(served)
@@ -286,7 +286,7 @@ class AsyncEngine:
 
 
 class Gate:
-    """Counts calls inside. It closes only when empty, while the engine is replaced; later calls wait."""
+    """Counts calls inside. Closes only when empty; later calls wait."""
 
     def __init__(self) -> None:
         self._inside = 0

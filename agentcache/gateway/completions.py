@@ -38,7 +38,7 @@ from agentcache.text.work_limit import WorkLimit
 
 T = TypeVar("T")
 
-_COUNTED = 4  # tokens that can be counted, as a multiple of those that can run
+_COUNTED = 4  # times the tokens that can run
 
 
 class Receiver:
@@ -219,7 +219,7 @@ class Completions:
         )
 
     async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
-        """Run `work` on a worker thread, limited to `times` the tokens of a prompt that may run."""
+        """Run `work` on a worker thread, limited to `times` the tokens that can run."""
         view = self._thread.view
         refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
         limit = WorkLimit(times * view.max_prompt_tokens, refuse)

@@ -31,7 +31,7 @@ class Operation(Message[T_co]):
 
     @property
     def existing(self) -> str | None:
-        """An agent that it needs. If it is unavailable, its files are looked at again."""
+        """An agent whose files are looked at again if it is unavailable."""
         return None
 
     @property
@@ -40,7 +40,7 @@ class Operation(Message[T_co]):
         return ()
 
     async def prepare(self, view: EngineView, adapters: AdapterLoader, archives: Workers) -> Operation[T_co]:
-        """Check and complete it before the agents are locked. Raises RequestError."""
+        """Check and complete it, before agents are locked. Raises RequestError."""
         return self
 
 

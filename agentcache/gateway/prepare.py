@@ -44,11 +44,11 @@ from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 # Templates may omit thoughts and unknown tools, so messages may be this much longer.
 _ROOM_TO_LEAVE_OUT = 4
-_ALWAYS_RENDERED = 1_000_000  # characters; smaller chats are rendered without this check
+_ALWAYS_RENDERED = 1_000_000  # characters
 
 
 def rough_size(request: Request) -> int:
-    """Approximate size in token ids or characters. Fast."""
+    """Approximate size, in token ids or characters."""
     return _prompt_size(request.prompt) + (0 if request.form is None else request.form.num_chars)
 
 
@@ -62,7 +62,7 @@ def _prompt_size(prompt: Prompt) -> int:
 
 
 def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
-    """Refuse by size a prompt that would be slow to read and be refused then."""
+    """Refuse a prompt that would be slow to read and then refused."""
     if isinstance(prompt, TokenPrompt):
         limit.check(len(prompt.token_ids))
     elif isinstance(prompt, TextPrompt):
@@ -83,7 +83,7 @@ def _num_chars(value: Any) -> int:
 
 
 def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED) -> PlainPrompt:
-    """The prompt as marked text, or as its token ids. Raises InvalidRequest, ContextLengthExceeded."""
+    """The prompt as marked text or token ids. Raises InvalidRequest, ContextLengthExceeded."""
     check_size(prompt, tokenizer, limit)
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
@@ -99,7 +99,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
 def match(
     prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
 ) -> PromptMatch:
-    """Tokenise the prompt, reusing the tokens of a transcript; None without an agent, when the text is not kept."""
+    """Tokenise the prompt, reusing tokens of a transcript; None without an agent."""
     held = transcript or Transcript.empty()
     if isinstance(prompt.content, str):
         return match_text(held, prompt.content, partial(tokenizer.encode, limit=limit), tokenizer.control_ids)
@@ -206,7 +206,7 @@ def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, lim
 
 
 def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
-    """Tokens before the first user's text, which other prompts may share; 0 if unknown. Affects cost only."""
+    """Tokens before the first user's text; 0 if unknown. Affects cost only."""
     if not isinstance(prompt, ChatPrompt):
         return 0
     front = find_system_prefix(prompt.messages, transcript.text)
@@ -237,7 +237,7 @@ def system_of(request: Request, agents: Agents) -> str | None:
 
 
 def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> AgentRecord | None:
-    """The lineage that the request extends, or None. Raises NotFound."""
+    """Raises NotFound."""
     if request.lineage is not None:
         [record] = agents.lineages(request.agent or "", request.lineage)
         return record if record.salt == request.salt or not record.transcript else None
@@ -290,7 +290,7 @@ def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
 
 @dataclass(frozen=True)
 class _Telling:
-    """A prompt rewritten for a transcript. `would_share`: characters shared if the system prefix were unchanged."""
+    """`would_share`: characters shared if the system prefix were unchanged."""
 
     text: str
     transcript: Transcript
@@ -304,7 +304,7 @@ class _Telling:
 
 
 class _Teller:
-    """Rewrites one chat, rendered as `prompt`, for different transcripts. `read` renders other messages."""
+    """Rewrites one chat for different transcripts. `read` renders other messages."""
 
     def __init__(
         self,

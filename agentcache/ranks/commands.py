@@ -1,4 +1,4 @@
-"""Commands of rank 0 to the workers, their answers, and the encoding of both: msgpack of tagged structs.
+"""Commands of rank 0 to the workers, and their answers: msgpack of tagged structs.
 
 A command with a `number` is a question; its answer, in bytes, comes with a later message. A handle is rank 0's number
 for an array of a block's bytes, of which each worker keeps its part.

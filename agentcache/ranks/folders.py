@@ -1,4 +1,4 @@
-"""The folders of ranks, in a cache folder, and an agent's folders."""
+"""The folders of ranks in a cache folder."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from agentcache.store.store import Store
 
 
 class RankZeroAdapters(ShardedAdapters):
-    """Rank 0's adapters. Workers load each under a number and drop it when rank 0's weights are freed."""
+    """Workers load each adapter under a number and drop it when rank 0's weights are freed."""
 
     def __init__(
         self, model: nn.Module, inspection: Inspection, current: CurrentStep, shards: Shards, link: WorkerLink
@@ -272,7 +272,7 @@ def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:
 
 
 class RemoteHandles:
-    """Numbers of rank 0's arrays of block bytes. Workers drop their parts once the array is freed. Thread-safe."""
+    """Numbers of arrays of block bytes. Workers drop their parts once the array is freed. Thread-safe."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link

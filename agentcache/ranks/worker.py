@@ -60,7 +60,7 @@ class Held(dict[int, T]):
 
 
 class Worker:
-    """Executes rank 0's commands on this rank's model, arenas and files, for the thread that computes."""
+    """Executes rank 0's commands, on the thread that computes."""
 
     def __init__(
         self, wire: Wire, loaded: LoadedModel, runner: ModelRunner, slots: Sequence[Slots], store: Store
@@ -78,7 +78,7 @@ class Worker:
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Execute commands until `Stop`, calling `heard` for each message. Raises RankLost."""
+        """Run until `Stop`, calling `heard` for each message. Raises RankLost."""
         while not self._is_over:
             answers = self._files.answers(0.0 if self._has_started else _ANSWER_SECONDS)
             message, *_ = self._wire.exchange(encode(answers))
@@ -170,7 +170,7 @@ class Worker:
 
 
 class WorkerFiles:
-    """This rank's block files, and answers to rank 0's questions. One thread writes in order, two read."""
+    """This rank's block files. One thread writes in order, two read."""
 
     def __init__(self, store: Store, held: Held[Array]) -> None:
         self._store = store

@@ -139,7 +139,7 @@ class WorkerLink:
 
     @contextmanager
     def waiting(self, seconds: float | None = None) -> Iterator[None]:
-        """Wait for other ranks inside, under the watchdog, for up to `seconds` (default: `patience`)."""
+        """Wait for other ranks inside, for up to `seconds` (default: `patience`)."""
         self._waits_for = self._patience if seconds is None else seconds
         self._waits_since = time.monotonic()
         try:
@@ -167,7 +167,7 @@ class WorkerLink:
             self.exchange()
 
     def _look(self) -> None:
-        """Watchdog: sends messages regularly, detects ranks that hang or are gone. Runs on its own thread."""
+        """Watchdog thread: sends messages regularly, detects ranks that hang or are gone."""
         cut_at = math.inf
         while not self._ended.wait(LOOK_SECONDS):
             since, now = self._waits_since, time.monotonic()

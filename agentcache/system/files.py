@@ -30,7 +30,7 @@ def _require_regular(status: os.stat_result) -> None:
 
 
 def make_private_folder(folder: Path) -> list[Path]:
-    """Create a folder and its missing parents; return the new ones, `folder` first. Raises OSError."""
+    """Create a folder and its parents; return the new ones, `folder` first. Raises OSError."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(0o700, parents=True, exist_ok=True)
     for each in reversed(new):
@@ -43,7 +43,7 @@ def make_private_folder(folder: Path) -> list[Path]:
 
 
 def give_to_owner(fd: int, folder: Path) -> None:
-    """As root, give the new file or folder `fd` to the owner of `folder`, who could not read it otherwise."""
+    """As root, give the new `fd` to the owner of `folder`, who could not read it otherwise."""
     if os.geteuid() == 0:
         owner = os.stat(folder)
         with suppress(OSError):  # some file systems have no owners
@@ -75,7 +75,7 @@ _MAX_BYTES = 1 << 24  # a longer file is cut, so invalid JSON
 
 
 class Memo:
-    """Texts by key in one file, or in memory without a file. Threads may share it."""
+    """Texts by key, in a file if given. Threads may share it."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

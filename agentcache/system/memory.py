@@ -178,7 +178,7 @@ def _libc() -> ctypes.CDLL:
 
 CALM_SECONDS = 10.0
 _SOME, _FULL = 10.0, 10.0
-# Share of a cgroup's limit; the engine's own budgets leave an eighth free.
+# Share of a cgroup's limit; the engine's budgets leave an eighth free.
 _NEAR, _VERY_NEAR = 0.95, 0.98
 _LEAVE = 0.5  # factor on percentages for leaving a level
 _LEAVE_SHARE = 0.03  # subtracted from shares for leaving a level
