@@ -6,7 +6,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.engine.running_request import Requests, RunningRequest, State
 from agentcache.engine.token_budget import TokenBudget
 
-# The shortest prompt goes first, unless another one was passed over this often.
+# The shortest prompt goes first, unless another was passed over this often.
 _MOST_TIMES_PASSED_OVER = 3
 # First tokens of an answer go before chunks of long prompts: the user is reading.
 _FIRST_TOKENS = 32
@@ -79,8 +79,8 @@ class Scheduler:
     def schedule(self) -> dict[RunningRequest, int]:
         """Tokens per request for the next step; empty if all wait for the step under way.
 
-        A step is one token of each decoding request of one model, or one chunk. A source request takes its prompt's
-        turn.
+        A step is one token of each decoding request of one model, or one chunk; while requests decode, a decode step
+        follows each chunk. A source request takes its prompt's turn.
         """
         decoding = [running for running in self.running if running.can_decode]
         prompts = [running for running in self.running if running.can_prefill]

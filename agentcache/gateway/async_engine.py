@@ -47,9 +47,8 @@ MEASURE_SECONDS = 4.0  # limit at start
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate` and `call`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures the bits for KV. With `warm_up`, a long measurement is
-    postponed: the engine serves in 8 bits, measures while no request runs, and is then replaced by one on the same
-    model, which recomputes KV; calls wait.
+    With `warm_up`, a long measurement of the KV precision is postponed (docs/models.md); the engine is replaced after
+    it, while calls wait.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
