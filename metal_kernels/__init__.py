@@ -1,1 +1,1 @@
-"""Fused attention kernels for Metal and CUDA on plain arrays; `agentcache.models.fused` decides which are used."""
+"""Fused attention kernels for Metal and CUDA on plain arrays; `models/fused.py` chooses among them."""

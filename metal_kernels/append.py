@@ -1,4 +1,4 @@
-"""Quantise a step's keys and values to 4 bits into the arenas, in one launch per layer."""
+"""Quantise a step's keys and values to 4 bits into the arenas, one launch per layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 
 _THREADS = 256
-_MOST_TRACED = 32  # tokens per row; longer chunks vary in length and are rare
+_MOST_TRACED = 32  # tokens per row; longer chunks are rare and of many lengths
 
 # One thread per word of eight values. Threads of a quantisation group share its range.
 _BODY = """
@@ -80,7 +80,7 @@ APPEND = KernelText(
 
 
 class Places(NamedTuple):
-    """Slots of a step's tokens, for all layers of a group.
+    """Slots of a step's tokens, for all layers of a cache group.
 
     `places`: slot * 256 + offset, int32 [B * n], row by row. `counts`: B * n and n, int32 [2].
     """
@@ -98,13 +98,13 @@ def append(
 ) -> mx.array:
     """Quantise a step's keys and values as `mx.quantize` in float32, and write them into the arenas.
 
-    NaN becomes 0, and values saturate at 30,000. MLX does not know that the launch writes into `arenas`: readers in the
-    same graph must take the result, a zero int32 [1], as an input, so that the device orders them.
+    NaN becomes 0; values saturate at 30,000. MLX does not know of the writes into `arenas`: readers in the same graph
+    must take the result, a zero int32 [1], as an input, so that the device orders them.
 
     Args:
         sides: keys, and values if any, [B, H_kv, n, D].
         arenas: data, scales and biases of each side, [slots, H_kv, 256, ·].
-        before: result of a call for these arrays that may still be running.
+        before: result of the last call for these arrays, which may still run.
     """
     before = nothing_written() if before is None else before
     return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)

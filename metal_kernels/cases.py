@@ -23,10 +23,9 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A step. Other fields are as in `StepRows` and `HeadShape`.
+    """A step; other fields are as in `StepRows` and `HeadShape`.
 
-    `prefix`: leading blocks shared by all rows that are long enough. `group`: quantisation group size; None for the
-    largest that divides `dim`.
+    `prefix`: leading blocks shared by rows that are long enough. `group`: quantisation group size; None for 64 or 32.
     """
 
     dim: int = 128
@@ -163,7 +162,7 @@ class Arenas:
         return Residuals(keys, values)
 
     def unpacked(self, side: str) -> tuple[mx.array, np.ndarray]:
-        """A single row's "keys" or "values" with residuals, by the kernel and by definition: [1, H_kv, T, D]."""
+        """One row's "keys" or "values" with residuals, by kernel and by definition: [1, H_kv, T, D]."""
         case = self.case
         [ids], [base], [length] = self.block_ids, self.bases, case.lengths
         count = length + case.num_tokens - base
@@ -218,7 +217,7 @@ def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleave
 
 
 def error(actual: mx.array, expected: np.ndarray) -> float:
-    """Infinite if a value is NaN."""
+    """Largest difference; infinite if a value is NaN."""
     difference = np.abs(np.array(actual.astype(mx.float32)).astype(np.float64) - expected)
     return float(np.where(np.isnan(difference), np.inf, difference).max())
 
@@ -277,7 +276,7 @@ _ROPE_SCALE = 0.5
 
 @dataclass(frozen=True)
 class LatentCase:
-    """A step over latents. Fields are as in `StepRows` and `LatentShape`."""
+    """A step over latents; fields are as in `StepRows` and `LatentShape`."""
 
     rank: int = 64
     rope: int = 32

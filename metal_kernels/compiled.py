@@ -1,7 +1,7 @@
 """Compile kernels for CUDA and cache them on disk: `mx.fast.cuda_kernel` takes seconds in each process.
 
-Cached code is executed. So it has a folder apart from models and agents' files, which may come from elsewhere; no other
-user may write there, and a file's checksum must be right.
+Cached code is executed, so its folder is apart from models and agents' files, which may come from elsewhere. No other
+user may write there, and checksums must be right.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def default_folder() -> Path:
 
 
 class CompiledKernels:
-    """Cubins, each in a file behind its checksum, named by a hash of all that it depends on."""
+    """Cubins in files behind their checksums, named by a hash of all that they depend on."""
 
     def __init__(self, folder: Path, compiler: Compiler) -> None:
         self._compiler = compiler
         self._folder = folder if _is_private(folder) else None
 
     def get(self, text: str) -> bytes:
-        """Return the cubin of a text, cached or compiled. Raises DoesNotCompile."""
+        """Return a text's cubin, cached or compiled. Raises DoesNotCompile."""
         if self._folder is None:
             return self._compiler.compile(text)
         compiler = self._compiler
@@ -66,7 +66,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def cubin_of(text: str) -> bytes | None:
-    """The cubin for this process's device; None if MLX must compile it, or report the error."""
+    """The cubin for this device; None if MLX must compile it, or report the error."""
     try:
         return _kernels_here().get(text)
     except (NoCompiler, DoesNotCompile) as error:
@@ -78,7 +78,7 @@ def cubin_of(text: str) -> bytes | None:
 def _kernels_here() -> CompiledKernels:
     info = mx.device_info()
     major, minor = info["compute_capability_major"], info["compute_capability_minor"]
-    # As in MLX: from 9.0 on with architecture-specific features.
+    # As in MLX: architecture-specific from 9.0 on.
     architecture = f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
     return CompiledKernels(default_folder(), Compiler.of_library(loaded_library(), architecture))
 
@@ -193,7 +193,7 @@ def _headers_of(library: Path) -> Path:
 
 
 def _header_folders(library: Path) -> Iterator[Path]:
-    """Beside the library (toolkit, packages for CUDA 13), or in another package (CUDA 12)."""
+    # Beside the library (toolkit, packages for CUDA 13), or in another package (CUDA 12).
     yield library.parent.parent / "include"
     yield library.parent.parent.parent / "cuda_runtime" / "include"
     for variable in ("CUDA_HOME", "CUDA_PATH"):

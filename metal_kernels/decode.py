@@ -1,13 +1,13 @@
 """Attention of few queries over packed blocks in place (flash-decoding, arXiv 2311.01282).
 
-A threadgroup computes one split of a group's tokens (`Span`) for one kv head and all its query heads, so that every
-packed byte is read once per group (shared prefixes: Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two
-sets of groups. Sums are in float; 16-bit models multiply in half.
+A threadgroup computes one split of a group's tokens (`Span`) for one kv head and all its query heads, so that packed
+bytes are read once per group (shared prefixes: Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets
+of groups. Sums are in float; 16-bit models multiply in half.
 
 Rows with residuals (ForkKV, arXiv 2604.06370) add (x·A)·B to base's KV: out = P·V + (P·x·A)·B. A token's x·A is staged
 behind its value, so that one product with P sums both; `merge` multiplies with B. A key's residual R(x·A·B) is rebuilt
-where it is multiplied, for all query heads at once. For normed keys, base's scores are first divided by the norm factor
-without the adapter, and the sum is multiplied by the one with it.
+where it is multiplied, for all query heads. For normed keys, base's scores are divided by the norm factor without the
+adapter before the sum, and the sum is multiplied by the factor with it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Launch(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """Key by which a step's launches are compiled."""
+    """Key of a step's compiled launches."""
 
     shape: HeadShape
     batch: int
@@ -140,8 +140,8 @@ def decode(
     Args:
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: additional logits [H_q].
-        written: result of `append` for these keys and values in the same graph.
-        residuals: in the plan's `residual_ids`.
+        written: result of `append` for these arrays in the same graph.
+        residuals: in slots `residual_ids` of the plan.
         threadgroups: number that fills the device.
     """
     kv_heads, dim = keys[0].shape[1], queries.shape[3]
@@ -207,7 +207,7 @@ def prepare(
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
     """Placeholder for missing residuals."""
-    return mx.zeros(8, dtype)  # Metal passes arrays of fewer than 8 elements as constants
+    return mx.zeros(8, dtype)  # Metal passes smaller arrays as constants
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
@@ -244,9 +244,9 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
 
 _THREADS = 512
 
-# Memory latency bounds short steps. So PARTS sets of threads (a power of two) divide the splits, every thread issues
-# all its loads at once, and every simdgroup computes all weights: lane s has those of splits s and s + 32. A thread
-# sums one value; values behind the first D are residuals, and a set's last threads may have none.
+# Memory latency bounds short steps. So PARTS sets of threads (a power of two) divide the splits, threads issue their
+# loads at once, and every simdgroup computes all weights: lane s has those of splits s and s + 32. A thread sums one
+# value; those behind the first D are residuals, and a set's last threads may have none.
 _BODY = """
     const int at = int(threadgroup_position_in_grid.x);
     const int tid = int(thread_index_in_threadgroup);
@@ -342,8 +342,8 @@ def merge(
     """Merge the splits of up to two sets of groups into attention [B, H_q, n, D] (`out_shape`).
 
     Args:
-        sums, given: inputs of `MERGE`. Sums are weighted values, float32 [rows, splits, D]; tops are largest exponent
-            and sum of weights, float32 [rows, splits, 2].
+        sums, given: inputs of `MERGE`: sums of weighted values, float32 [rows, splits, D], and tops, the largest
+            exponent and sum of weights, float32 [rows, splits, 2].
         own_members, shared_members: queries per group.
     """
     batch, heads, num_tokens, _ = out_shape

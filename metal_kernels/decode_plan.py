@@ -1,4 +1,4 @@
-"""The tokens that each query of a step reads, as inputs of the decode kernel."""
+"""Tokens that each query of a step reads, as inputs of the decode kernel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.numbers import ints, one_a_thread
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
-MAX_SPLITS = 32  # per group; more did not help on an H100
+MAX_SPLITS = 32  # per group; best on an H100
 _NO_WINDOW = 1 << 30
 _WIDTHS = 16
 
 
 @dataclass(frozen=True)
 class Span:
-    """A group: queries (row * num_tokens + token) that read the same tokens, `begin … end-1`, of one block table.
+    """A group: queries (row * num_tokens + token) that read the same tokens, `begin … end-1`, of a block table.
 
     `base`: position of the table's first block.
     """
@@ -38,7 +38,7 @@ class Groups:
     def __init__(self, spans: Sequence[Span], size: int) -> None:
         self.spans = tuple(spans)
         self.size = size
-        # Rounded up, since each width is traced separately.
+        # Rounded up: each width is traced separately.
         self.width = -(-max(len(span.block_ids) for span in spans) // _WIDTHS) * _WIDTHS
         self.longest = max(span.end - span.begin for span in spans)
 
@@ -58,7 +58,7 @@ class Groups:
         return ints(tuple(span.members + (-1,) * (self.size - len(span.members)) for span in self.spans))
 
     def places(self, num_queries: int) -> list[int]:
-        """group * size + member of each query; -1 without a group."""
+        """group * size + member of each query, or -1."""
         places = [-1] * num_queries
         for index, span in enumerate(self.spans):
             for member, query in enumerate(span.members):
@@ -66,20 +66,20 @@ class Groups:
         return places
 
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Number of splits that fills the device, unless they become too short."""
+        """Number of splits that fills the device without making them too short."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Block tables and queries of a step's rows; the queries are their last `num_tokens` tokens.
+    """Block tables of a step's rows, whose last `num_tokens` tokens are the queries.
 
     Args:
         bases: position of each row's first block.
-        lengths: tokens of each row before the step.
-        window: most recent tokens attended to; None for all.
-        residual_ids: slots of the same blocks' residuals, if any.
+        lengths: tokens before the step.
+        window: latest tokens attended to; None for all.
+        residual_ids: slots of the same blocks' residuals.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -94,15 +94,15 @@ class StepRows:
 
 
 class DecodePlan:
-    """Reads of a step's queries, for all layers of one cache group and all shapes with the same `Tiling`s.
+    """A step's reads, for all layers of a cache group and all shapes with the same `Tiling`s.
 
-    `least_saved`: tokens that a shared prefix must save to justify its launch. `beside`: `own` with residuals' slots.
+    `least_saved`: tokens that justify the launch for a shared prefix. `beside`: `own` with residuals' slots.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
         self.rows = rows
         self.window = _NO_WINDOW if rows.window is None else rows.window
-        # Residuals differ by row, so each row reads all of its tokens itself.
+        # Residuals differ by row: each reads all of its tokens itself.
         is_own = rows.window is not None or rows.residual_ids
         prefixes = [] if is_own else shared_prefixes(rows, least_saved)
         members = own_tiling(shape, rows.num_tokens).members
@@ -148,7 +148,7 @@ class Prefix:
 
 
 def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
-    """Common prefixes of rows, without a row's last block: each row needs tokens of its own."""
+    """Rows' common prefixes, without last blocks: each row needs tokens of its own."""
     by_first: dict[int, list[int]] = {}
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
         if base == 0 and length >= BLOCK_SIZE:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText
 
-# A simdgroup's tile has 16 tokens. Each lane takes whole quantisation groups, so each scale is loaded once.
+# A simdgroup's tile has 16 tokens. Lanes take whole quantisation groups: each scale is loaded once.
 _FUNCTIONS = """
 template <int HEADS, int GROUPS, int UNITS, typename Table>
 METAL_FUNC void find_tile(Table slots, int t, int stop, int head, int lane, thread size_t* at, thread bool* there) {
@@ -137,8 +137,8 @@ METAL_FUNC void add_keys(thread Sums<Q>* scores, thread Left<S, Q>* queries, SHA
 }
 """
 
-# Query rows in a tile: member * GQA + head within the kv head. COOPERATIVE: each simdgroup has its own queries, and all
-# unpack tokens for each other. Otherwise each has its own tokens, and all the same queries.
+# Query rows in a tile: member * GQA + head within the kv head. COOPERATIVE: simdgroups have own queries and unpack
+# tokens for each other; otherwise they have own tokens and share the queries.
 _BODY = """
     const int lane = int(thread_index_in_simdgroup);
     const int sg = int(simdgroup_index_in_threadgroup);

@@ -25,7 +25,7 @@ def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
 
 
 def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]:
-    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], scales and biases [..., D/group_size], not rounded."""
+    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], unrounded scales and biases [..., D/group_size]."""
     groups = np.clip(np.nan_to_num(x, nan=0.0), -30000, 30000).reshape(*x.shape[:-1], -1, group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     width = np.maximum((high - low) / 15, 1e-7)
@@ -60,7 +60,7 @@ def attention(
     residuals: LowRank | None = None,
     key_residuals: LowRankKeys | None = None,
 ) -> Array:
-    """Attention of the queries [B, H_q, n, D] over rows of `lengths` earlier tokens; [B, H_q, n, D]."""
+    """Attention [B, H_q, n, D] of `queries` over rows with `lengths` earlier tokens."""
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
         held = length + query.shape[1] - base
@@ -77,7 +77,7 @@ def attention(
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """Residuals of values: x·A [slots, 256, r], B [H_kv, r, D], slots of each row."""
+    """Residuals of values: x·A [slots, 256, r], B [H_kv, r, D], slots by row."""
 
     low_rank: np.ndarray
     matrix: Array
@@ -96,7 +96,7 @@ class LowRankKeys:
 
     Args:
         added: x·A·B before rope, times the norm's weights if keys are normed.
-        norms: norm factors of keys without and with the adapter, [slots, 256, H_kv, 2]; None without norm.
+        norms: norm factors without and with the adapter, [slots, 256, H_kv, 2].
         angles: rotation per position, [pairs].
         interleaved: as in `HeadShape`.
     """
@@ -142,7 +142,7 @@ def latent_attention(
     scale: float,
     bits: int = 4,
 ) -> Array:
-    """Attention of the queries [B, H, n, rank + rope] over latents; [B, H, n, rank]."""
+    """Attention [B, H, n, rank] of `queries` [B, H, n, rank + rope] over latents."""
     rows = []
     for query, ids, length in zip(queries, block_ids, lengths, strict=True):
         keys = row_of(latents, ids, length + query.shape[1], bits)

@@ -1,18 +1,18 @@
 """Kernel sources for two compilers, and their launches.
 
-A kernel's body uses the common subset of Metal and CUDA. A prelude for each supplies the rest: names, and products of
-small matrices by a whole simdgroup.
+Bodies use the common subset of Metal and CUDA; a prelude for each adds names, and products of small matrices by a whole
+simdgroup.
 
 **Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of half or float; rows are queries.
-A lane has two elements of a row: row `tile_row(lane)` of each eight, columns `tile_column(lane)` and the next.
+A lane has two elements of a row: row `tile_row(lane)` of each eight, column `tile_column(lane)` and the next.
 `simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes. `add_product_rows` multiplies with 8
 rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns` with K rows of 8 (values). K is 16; in
 float it may be 8, which uses the left operand's first 8 columns. On CUDA, sums in float are plain: matrix units round
 float to 10 bits.
 
-**Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` make a right
-operand of them in registers. On CUDA a lane has two neighbouring values of a token; on Metal, one value of two
-neighbouring tokens.
+**Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` make them a right
+operand in registers. A lane has two neighbouring values of a token on CUDA, one value of two neighbouring tokens on
+Metal.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ NO_DEVICE = "none"
 
 
 def device() -> str:
-    """The default device's back end: metal, cuda or `NO_DEVICE`."""
+    """Back end of the default device: metal, cuda or `NO_DEVICE`."""
     if mx.default_device() != mx.gpu:
         return NO_DEVICE
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
 
 
 def cuda_source(body: str) -> str:
-    """A body for CUDA, with definitions of the attributes that it uses."""
+    """A body for CUDA, with the attributes that it uses."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
 
 
 @lru_cache(maxsize=512)
 def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx.array]:
-    """Trace `compute(kind, *arrays)`: MLX otherwise builds the kernel's text in each call."""
+    """Trace `compute(kind, *arrays)`; else MLX builds the kernel's text in each call."""
     of_kind = partial(compute, kind)
     return of_kind if device() == NO_DEVICE else mx.compile(of_kind)
 
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel's source. It writes to the inputs `changed`."""
+    """A kernel's source; it writes to the inputs `changed`."""
 
     name: str
     inputs: tuple[str, ...]
@@ -101,7 +101,7 @@ class KernelText:
         )
 
     def cuda_text(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype], constants: Mapping[str, Any]) -> str:
-        """Complete CUDA source for arrays of these dtypes. Raises KeyError for dtypes outside `_CUDA_TYPES`."""
+        """Complete CUDA source for these dtypes. Raises KeyError for one outside `_CUDA_TYPES`."""
         taken = [f"const {_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, inputs, strict=True)]
         made = [f"{_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]
         known = "\n".join(_cuda_constant(name, value) for name, value in constants.items())
@@ -122,7 +122,7 @@ class KernelText:
     ) -> list[mx.array]:
         """Launch the kernel with `threads`, a multiple of 32, per threadgroup.
 
-        Each combination of the compile-time `constants` is compiled once and, on CUDA, cached on disk.
+        Each combination of `constants` is compiled once and, on CUDA, cached on disk.
         """
         is_cuda = device() == "cuda"
         given: dict[str, Any] = {
@@ -142,7 +142,7 @@ class KernelText:
         return kernel(template=list(constants.items()), **given)
 
 
-@cache  # building a text is slow, and not all launches are traced
+@cache  # not all launches are traced
 def _cubin(
     kernel: KernelText, inputs: tuple[mx.Dtype, ...], outputs: tuple[mx.Dtype, ...], constants: tuple[Any, ...]
 ) -> bytes | None:

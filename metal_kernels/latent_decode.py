@@ -1,8 +1,8 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
-A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the grid have the other
-heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns; all sum the scores
-together. Dtypes are as in `decode`.
+A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the grid have the other heads
+and read the same bytes from the device's cache. Simdgroups divide the latents' columns, and sum scores together. Dtypes
+are as in `decode`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNIT = 32  # values that a thread unpacks at a time
 
 @dataclass(frozen=True)
 class LatentShape:
-    """A layer's latents: keys of `rank + rope` values for all query heads; the first `rank` are the values.
+    """A layer's latents: keys of `rank + rope` numbers for all heads; the first `rank` are the values.
 
     `rank` and `rope` are multiples of 32; `group_size` divides `rank` and `rank + rope`; `bits` is 4 or 8.
     """
@@ -58,10 +58,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class LatentTiling:
-    """Layout of a threadgroup.
-
-    A simdgroup multiplies 64 columns of the latents and sums 64 values: registers do not depend on the latent's size.
-    """
+    """Layout of a threadgroup, with 64 columns per simdgroup: registers do not depend on the latent's size."""
 
     shape: LatentShape
 
@@ -72,7 +69,7 @@ class LatentTiling:
 
     @cached_property
     def head_groups(self) -> int:
-        """Threadgroups per split, for different heads."""
+        """Threadgroups per split."""
         return -(-self.shape.heads // (8 * self.tiles))
 
     @cached_property
@@ -91,7 +88,7 @@ class LatentTiling:
 
     @property
     def pool_size(self) -> int:
-        """Threadgroup memory in float4, for alignment: first a part of the queries, then unpacked tokens."""
+        """Threadgroup memory in float4, for alignment: part of the queries, later unpacked tokens."""
         return self._pool_bytes(self.tokens) // 16
 
     def _pool_bytes(self, tokens: int) -> int:
@@ -105,7 +102,7 @@ class LatentTiling:
 
 
 def partial_bytes(num_queries: int, heads: int, dim: int, threadgroups: int) -> int:
-    """Upper bound of a launch's partial results, for any context."""
+    """Upper bound of a launch's partial results, in bytes."""
     # At least one threadgroup per query and group of heads.
     launched = threadgroups + num_queries * -(-heads // _MAX_HEADS)
     return launched * _MAX_HEADS * (dim + 2) * 4
@@ -118,7 +115,7 @@ _LOG2_E = math.log2(math.e)
 
 
 class LatentPlan:
-    """Reads of a step's queries, for all layers of one cache group."""
+    """A step's reads, for all layers of a cache group."""
 
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
@@ -132,7 +129,7 @@ class LatentPlan:
 
 
 class LatentStep(NamedTuple):
-    """Key by which a step's launches are compiled."""
+    """Key of a step's compiled launches."""
 
     shape: LatentShape
     batch: int
@@ -152,7 +149,7 @@ def latent_decode(
     written: mx.array | None = None,
     threadgroups: int = THREADGROUPS,
 ) -> mx.array:
-    """Attention over the plan's rows in the latent space; returns [B, H, n, rank] in the shape's dtype.
+    """Attention over the plan's rows, [B, H, n, rank] in the shape's dtype.
 
     Args:
         queries: [B, H, n, rank], in the latent space.

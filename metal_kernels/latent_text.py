@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText
 
-# A thread unpacks 32 values of a token. The first thread of those that share a scale loads it.
+# A thread unpacks 32 values of a token; the first of those that share a scale loads it.
 _FUNCTIONS = """
 template <int D, int GS, int BITS, int TOKENS, int THREADS, int UNITS, typename Table>
 METAL_FUNC void load_latents(const device uint* data, const device half* scales, const device half* biases,

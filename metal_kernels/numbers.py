@@ -1,6 +1,6 @@
 """Small arrays in device memory.
 
-On CUDA, MLX keeps small arrays made from Python in host memory, which each threadgroup would read over the bus.
+On CUDA, MLX keeps small arrays made from Python in host memory, which threadgroups would read over the bus.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import mlx.core as mx
 from agentcache.metal_kernels.kernel_text import device
 
 Make = Callable[..., mx.array]
-_BEHIND = 12288  # values (48 KB): arrays of this size never reuse a host buffer
+_BEHIND = 12288  # values (48 KB): too large to reuse a host buffer
 
 
 def on_device(x: mx.array) -> mx.array:
-    """Copy to the device's own memory, lazily; `x` itself except on CUDA."""
+    """Copy to device memory, lazily; `x` itself except on CUDA."""
     if device() != "cuda":
         return x
     return mx.pad(x.flatten(), (0, _BEHIND))[: x.size].reshape(x.shape)
@@ -31,7 +31,7 @@ class _Made(threading.local):
 
 
 def one_a_thread(make: Make) -> Make:
-    """Cache results by thread and arguments: only the thread that made a lazy array can compute it."""
+    """Cache by thread and arguments: only its maker's thread can compute a lazy array."""
     made = _Made(make)
 
     @wraps(make)

@@ -1,4 +1,4 @@
-"""The preludes of all kernels, for Metal and CUDA; `kernel_text` describes their functions."""
+"""Preludes for Metal and CUDA; `kernel_text` describes their functions."""
 
 from __future__ import annotations
 

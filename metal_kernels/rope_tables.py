@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Positions between rows of `far`; rows of `near`, which cover a tile that begins between two rows of `far`.
+# Positions between rows of `far`; rows of `near`, which cover a tile that begins between them.
 STEP, NEAR = 16, 32
 
 
 class RopeTables(NamedTuple):
-    """Rope tables of a layer: `far` rotates by a tile's first position, `near` by the offset behind it.
+    """Rope tables of a layer: `far` for the multiple of 16 before a tile, `near` for positions from there.
 
     Args:
-        near: positions 0 … 31, [32, 2 * pairs] as of `laid_out`, in the dtype of products, with rope's scale factor.
+        near: positions 0 … 31, [32, 2 * pairs] by `laid_out`, in the dtype of products, with rope's scale factor.
         far: every sixteenth position, [n, 2 * pairs], without that factor.
         interleaved: as in `HeadShape`.
     """
@@ -29,7 +29,7 @@ class RopeTables(NamedTuple):
 
 
 def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Two [n, pairs] as [n, 2 * pairs]: for every two pairs their cosines, then their sines."""
+    """Two [n, pairs] as [n, 2 * pairs]: for each two pairs, cosines, then sines."""
     count, pairs = cosines.shape
     both = mx.stack([side.reshape(count, pairs // 2, 2) for side in (cosines, sines)], axis=2)
     return mx.contiguous(both.reshape(count, 2 * pairs).astype(dtype))

@@ -1,7 +1,4 @@
-"""Compare the kernels with their definition in a child process, which a faulty kernel can end.
-
-The child reads a shape from stdin and prints one line.
-"""
+"""Compares kernels with their definition in a child process, which a faulty kernel can end."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from agentcache.metal_kernels.unpack import unpack
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
 _SECONDS = 180  # a Mac's first compilation can be slow
 _APPENDED_BITS = 4
-_SCALE_ROUNDING = 1e-2  # for values of about 1: scales and biases are float16
+_SCALE_ROUNDING = 1e-2  # scales and biases are float16
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
 
 Shape = HeadShape | LatentShape
@@ -35,14 +32,14 @@ _SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, L
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether kernels are right, or the reason why not."""
+    """Whether kernels are right, or why not."""
 
     right: bool
     reason: str = ""
 
 
 def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
-    """Check every kind of step of this shape in a child process."""
+    """Check all steps of this shape in a child process."""
     asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -87,7 +84,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
 
 
 def _pack_error(shape: HeadShape) -> float:
-    """Largest difference, without ties between two codes."""
+    # Ties between two codes are right either way.
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
@@ -145,7 +142,7 @@ def _of_latents(shape: LatentShape) -> Iterator[tuple[str, float]]:
 
 
 def latent_steps(shape: LatentShape) -> dict[str, LatentCase]:
-    """Steps of this shape: the first compiles all kernels; the second has another grid."""
+    """Steps of this shape; the first compiles all kernels."""
     return {
         "latent decode": _latent_case(shape, lengths=(300, 17)),
         "latent decode of several tokens": _latent_case(shape, lengths=(40,), num_tokens=3),
@@ -158,7 +155,7 @@ def _latent_case(shape: LatentShape, **of_step: object) -> LatentCase:
 
 
 def steps(shape: HeadShape) -> dict[str, Case]:
-    """Steps that use every kernel for this shape."""
+    """Steps that use all kernels of this shape."""
     if has_residuals(shape):
         return {
             "decode with residuals": _case(shape, lengths=(300, 17)),

@@ -14,14 +14,14 @@ _THREADGROUP_BYTES = 32768
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Head shape for which a kernel is compiled.
+    """Head shape of a compiled kernel.
 
     Args:
         dim: a multiple of 32.
         dtype: of queries and results.
         value_rank, key_rank: ranks of residuals; 0 for none.
-        pairs: pairs of a key's values that rope rotates, a multiple of 8; 0 without key residuals.
-        interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
+        pairs: pairs that rope rotates, a multiple of 8; 0 without key residuals.
+        interleaved: whether a pair's values are neighbours, else half of the rotated values apart.
     """
 
     dim: int
@@ -43,7 +43,7 @@ class HeadShape:
 
     @property
     def value_width(self) -> int:
-        """A token's value and its residual, padded to a multiple of 8."""
+        """A value and its residual, padded to a multiple of 8."""
         return self.dim + -(-self.value_rank // 8) * 8
 
     @property
@@ -77,9 +77,9 @@ NO_RESIDUALS = ResidualKind()
 
 @dataclass(frozen=True)
 class Tiling:
-    """Layout of a threadgroup: `members` queries per group, `tiles` of eight query rows per simdgroup.
+    """Layout of a threadgroup: `members` queries, `tiles` of eight query rows per simdgroup.
 
-    `cooperative`: whether every simdgroup has queries of its own.
+    `cooperative`: whether simdgroups have own queries.
     """
 
     members: int
@@ -88,7 +88,7 @@ class Tiling:
     cooperative: bool
 
     def pool_size(self, shape: HeadShape) -> int:
-        """Threadgroup memory in float4, for alignment: queries, then unpacked tokens, last sums."""
+        """Threadgroup memory in float4, for alignment: queries, then unpacked tokens, then sums."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
         sums = 0 if self.cooperative else rows * shape.value_width * 4

@@ -1,4 +1,4 @@
-"""Unpack one row's blocks into contiguous keys or values for flash attention, with or without residual KV."""
+"""Unpacks a row's blocks into contiguous keys or values for flash attention, with or without residuals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 
 _THREADS = 256
 
-# One thread per word. The thread of a group's first word loads its scale and bias.
+# One thread per word; that of a group's first word loads scale and bias.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -67,7 +67,7 @@ def unpack(
 
 _TOKENS = 4  # per thread: a row of B is loaded once for all
 
-# One thread per two words of some tokens: words whose values rope pairs, or neighbours.
+# One thread per two words of some tokens: those that rope pairs, or neighbours.
 _FUNCTIONS = """
 METAL_FUNC void unpack_scaled(uint word, half scale, half bias, float factor, thread float* x) {
     UNROLL for (int e = 0; e < 8; ++e)
@@ -187,7 +187,7 @@ class LowRankSide(NamedTuple):
 
     Args:
         low_rank: x·A, float16 [slots, 256, r].
-        b: float32 [H_kv, r, D]; of normed keys, with the norm's weights.
+        b: float32 [H_kv, r, D]; normed keys: with the norm's weights.
         block_ids: slots of the residuals, int32 [n].
         norms: float16 [slots, 256, H_kv, 2]; None without norm.
         turns: float32; None without rope.

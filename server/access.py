@@ -1,4 +1,4 @@
-"""ASGI middleware for access and admission; it raises inside `ErrorResponses`."""
+"""Middleware for access and admission; runs inside `ErrorResponses`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentcache.settings.tables import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 
-# In hosts files, and in containers; `.internal` is no public domain.
+# Of hosts files and containers; `.internal` is no public domain.
 _USUAL_NAMES = (
     *("localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"),
     *("host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.orb.internal"),
@@ -50,7 +50,7 @@ class AgentHeader:
 
 
 class OriginGuard:
-    """Refuses requests of web pages, except of `allowed` origins (or `*`) and, if `local`, of local ones."""
+    """Refuses web pages except from `allowed` origins (or `*`) and, if `local`, local ones."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self.app = app
@@ -75,7 +75,7 @@ class OriginGuard:
 
 
 class HostGuard:
-    """Refuses foreign `Host` names, against DNS rebinding; `addresses` allows IP addresses, which cannot be rebound."""
+    """Refuses foreign `Host` names (DNS rebinding); `addresses` allows IP addresses, which cannot be rebound."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
         self.app = app
@@ -132,7 +132,7 @@ def is_event_stream(start: Message) -> bool:
 
 
 class ApiKey:
-    """Requires the key except for `OPEN_PATHS` and the page."""
+    """Requires the API key, except for `OPEN_PATHS` and the page."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -168,7 +168,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a URL with `host` leads to this machine: loopback, or an unspecified address such as 0.0.0.0."""
+    """Whether a URL with `host` leads to this machine: loopback, or an unspecified address (0.0.0.0)."""
     address = _address(_normal(host))
     return is_loopback(host) or (address is not None and address.is_unspecified)
 

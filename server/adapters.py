@@ -42,7 +42,7 @@ async def load_adapter(request: HttpRequest) -> Response:
     folder = AdapterFolder(name, path, read_policy(body) or Policy.AUTO)
     try:
         loaded = await engine.load_adapter(folder)
-    except UnreadableAdapter as error:  # tells the path's contents: for the log only
+    except UnreadableAdapter as error:  # its message shows file contents
         log.info("no adapter at %s: %s", path, error.message)
         raise UnsupportedAdapter(_NONE_THERE, param="path") from None
     return JSONResponse(adapter_object(loaded), 201)

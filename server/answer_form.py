@@ -13,12 +13,12 @@ from agentcache.server.validate import Reader
 from agentcache.text.json_values import json_string, parse_json, write_json
 
 _ANY_OBJECT = '{"type": "object"}'
-# vLLM; each excludes tool calls.
+# vLLM; they exclude tool calls.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# vLLM's newer field, SGLang's and Ollama's.
+# vLLM's newer field, SGLang's, Ollama's.
 FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-# A wrapper around a JSON schema has none of these keys.
+# Keys that a wrapper around a JSON schema lacks.
 _SCHEMA_KEYS = ("type", "properties", "$ref", "$defs", "anyOf", "oneOf", "allOf", "enum", "const", "items", "required")
 
 Tools = Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class ToolChoice:
 
 
 def read_tool_choice(body: Reader, find: Find = lambda word: None) -> ToolChoice:
-    """Read `tool_choice` of any dialect; `find` maps a name or type to a tool's name."""
+    """Read `tool_choice` in any dialect; `find` maps a name or type to a tool's name."""
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
@@ -107,8 +107,8 @@ def read_form(
 ) -> AnswerForm | None:
     """Return the demanded form, if any.
 
-    `text` is from the dialect's own fields, `schema` the path of a tool's argument schema, `left_out` names and types
-    of server tools; `strict` tools are not shown as such.
+    `text` is the dialect's own form, `schema` the path of a tool's argument schema, `left_out` names and types of
+    server tools; `strict` tools are not shown as such.
     """
     body = call.body
     whole = read_whole_form(body)
@@ -134,7 +134,7 @@ def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[s
 
 
 def read_whole_form(body: Reader) -> TextForm | None:
-    """Read fields of vLLM, SGLang or Ollama, one at most."""
+    """Read the one field, if any, of vLLM, SGLang or Ollama."""
     given = [(body, name) for name in (*GUIDED, "json_schema", "regex", "format") if body.get(name) not in (None, "")]
     structured = body.object("structured_outputs")
     for name, value in structured.value.items():
@@ -165,7 +165,7 @@ def _whole_form(reader: Reader, name: str) -> TextForm:
 
 
 def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
-    """Read the text format of any dialect and `more`, one at most."""
+    """Read the one text format, if any, in fields of all dialects and `more`."""
     output = body.object("output_config")
     places = [*more, (body, "response_format"), (output, "format"), (body, "output_format")]
     forms = [
@@ -178,7 +178,7 @@ def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """Read the format under `name`, its schema in the object `schema_in` if not None."""
+    """Read the format `name`, its schema in the object `schema_in` if given."""
     given = body.object(name)
     kind = given.string("type")
     if kind in ("json_object", "json", "json_schema"):

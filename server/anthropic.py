@@ -222,7 +222,6 @@ class AnthropicReply:
     def accounting(self, completion: Completion) -> dict[str, Any]:
         report = completion.final_report
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
-        # Cached, cached now for an agent, and the rest.
         computed = report.prompt_tokens - report.reused_tokens
         created = computed if report.agent is not None else 0
         usage = {
@@ -241,7 +240,7 @@ class EventWriter:
         self._blocks = 0
         self._open: type[Event] | None = None  # type of its deltas
         self._thoughts: list[str] = []
-        self._says = False
+        self._says = False  # anything but thinking
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
         prompt = first.prompt_token_ids if first else None
@@ -327,7 +326,7 @@ def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(thought: str) -> str:
-    """Clients drop unsigned thinking; no signature is checked."""
+    """Return a dummy: clients drop unsigned thinking."""
     return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
 
 

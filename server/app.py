@@ -50,7 +50,7 @@ from agentcache.system.threads import as_exception
 
 Started = Callable[[Exception | None], None]
 
-HALF_BODIES = 4  # of the largest size: budget for incomplete bodies
+HALF_BODIES = 4  # budget for incomplete bodies, in largest ones
 
 
 def create_app(
@@ -60,7 +60,7 @@ def create_app(
     on_start: Started | None = None,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
 ) -> Starlette:
-    """Return the application; its lifespan starts the engine in the background, then calls `on_start`."""
+    """Return the application; its lifespan starts the engine in the background and calls `on_start`."""
     context = Context(engine, config, keep_alive_seconds)
     routes = _routes()
     app = Starlette(
@@ -176,7 +176,7 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Name, version and model, or a page for browsers. Some clients probe it."""
+    """Name, version and model; a page for browsers. Some clients probe it."""
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,

@@ -1,4 +1,4 @@
-"""Limits bodies in size, time and memory; parses large ones in child processes, outside the GIL."""
+"""Limits bodies in size, time and memory; parses large ones outside the GIL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READ = "body_read"
 
 FREE_BYTES = 64 << 10  # of a body, outside the shared budget
 
-_TRIM_BYTES = 1 << 20  # a larger body's freed memory is returned
+_TRIM_BYTES = 1 << 20  # of a body
 
 
 def note_read(request: Request) -> None:
@@ -36,9 +36,9 @@ def note_read(request: Request) -> None:
 
 
 class WholeBody:
-    """Calls the application once the body is complete: slow uploads hold no place in the queue.
+    """Calls the application once the body is complete: slow uploads take no place in the queue.
 
-    `limit` is in bytes of one body, `room` in bytes of all unparsed ones beyond `FREE_BYTES` each.
+    `limit` is bytes of one body, `room` bytes of all unparsed ones beyond `FREE_BYTES` each.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float, room: int) -> None:
@@ -113,7 +113,7 @@ class _Body:
 
 
 class LargeBodies:
-    """Outermost middleware: collects garbage, which may be a traceback with the prompt, and trims malloc."""
+    """Outermost middleware: after large bodies, collects garbage (tracebacks hold prompts) and trims malloc."""
 
     def __init__(self, app: ASGIApp, workers: Workers) -> None:
         self.app = app
@@ -161,8 +161,8 @@ class LargeJson:
     def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
         """Return the JSON object in the body `raw`, which is emptied. Any thread.
 
-        `go_on` is called periodically; its exception ends the process. Raises InvalidRequest, also over a limit of time
-        or memory, or ContextLengthExceeded, which names `param`.
+        `go_on` is called periodically; its exception ends the child. Raises InvalidRequest, also over a limit of time
+        or memory, or ContextLengthExceeded for `param`.
         """
         try:
             kind, content = self._work.ask(raw, go_on=go_on)

@@ -21,7 +21,7 @@ AppStatus.enable_automatic_graceful_drain = False
 
 
 class HeadParser(h11.Connection):
-    """h11's parser; passes each head to `check_head`, because events merge repeated lengths.
+    """h11's parser; passes heads to `check_head`, because events merge repeated lengths.
 
     Between requests `trailing_data` starts with the next head, which one `next_event` consumes.
     """
@@ -59,14 +59,14 @@ class UvicornConnection(H11Protocol):
         return self.flow.write_paused
 
     def disconnect_request(self) -> None:
-        """Send `http.disconnect` to an unanswered request."""
+        """Send `http.disconnect` if the request is unanswered."""
         if not self.is_answered:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server; `on_tick` (ten times a second) and `shutdown` may be overridden."""
+    """uvicorn's server; subclasses override `on_tick` (ten times a second) and `shutdown`."""
 
     @property
     def connections(self) -> list[UvicornConnection]:
@@ -84,7 +84,7 @@ def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Sends events until they end or the client leaves; then awaits `close`.
+    """Sends events until their end or a disconnect, then awaits `close`.
 
     No pings: some clients cannot parse comments. No cancel scope per event: it costs as much as the event.
     """
@@ -104,5 +104,5 @@ class EventStream(EventSourceResponse):
 
 
 def path_pattern(route: Route) -> re.Pattern[str]:
-    """Return the route's pattern: `Route.matches` also compares methods."""
+    """The route's pattern; `Route.matches` also compares methods."""
     return route.path_regex

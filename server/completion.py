@@ -1,4 +1,4 @@
-"""Runs completions and answers them, whole or as a stream."""
+"""Runs completions; answers whole or as a stream."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
 
-encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder per call
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # quicker than json.dumps
 _ANY_TEXT = "\x00"
-_BEHIND = 32  # queued updates, then merged
+_BEHIND = 32  # queued updates; later ones are merged
 _TOGETHER = 256  # tokens in a merged update
 # Queued tokens and candidates that end the stream.
 _MOST_PENDING = 50_000
@@ -46,7 +46,7 @@ class CompletionWriter(Protocol):
     def keep_alive(self) -> bytes: ...
 
     def end(self, completions: Sequence[Completion]) -> Events:
-        """Last events."""
+        """The last events."""
 
     def fail(self, error: WireError) -> Events: ...
 
@@ -57,13 +57,13 @@ class Reply(Protocol):
     def writer(self) -> CompletionWriter: ...
 
 
-# Called before the end of an answer; the writer is None without a stream.
+# Called before an answer ends; the writer is None without a stream.
 Finish = Callable[[Engine, Sequence[Completion], CompletionWriter | None], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: a request for each prompt (one for streams). `timeout` is in seconds; None for the server's limit."""
+    """One call: a request per prompt (one for streams). `timeout` in seconds; None for the server's limit."""
 
     requests: Sequence[Request]
     reply: Reply
@@ -91,7 +91,7 @@ async def answer(request: HttpRequest, job: Job) -> Response:
 
 
 async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
-    """Run one completion. Cancelling this cancels it."""
+    """Run one completion; cancelled with this task."""
     [completion] = await _collect(context, request, _deadline(context, timeout))
     return completion
 
@@ -102,7 +102,6 @@ def _deadline(context: Context, timeout: float | None) -> float | None:
 
 
 async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
-    """At most `max_concurrent_requests` at a time; the first failure cancels the rest."""
     permits = asyncio.Semaphore(context.config.max_concurrent_requests)
 
     async def run(request: Request) -> list[Completion]:
@@ -130,7 +129,7 @@ async def _collect(context: Context, request: Request, deadline: float | None) -
 
 
 async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
-    """Begin after the first update or the keep-alive interval: a refusal gets its own status."""
+    # The answer begins after the first update or the keep-alive interval: a refusal gets its own status.
     source = UpdateStream(
         lambda take: context.engine.generate(job.requests[0], context.metrics.measured(take)),
         context.keep_alive_seconds,
@@ -180,7 +179,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in one text; the rest is encoded once."""
+    """Events that differ in one text; encodes the rest once."""
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
         self._before, _, self._after = event_of(_ANY_TEXT).rpartition(encode(_ANY_TEXT).encode())
@@ -194,7 +193,7 @@ def timed_out() -> RequestTimedOut:
 
 
 class Backlog:
-    """A queue that merges updates when it is long."""
+    """A queue; merges updates when it is long."""
 
     def __init__(self) -> None:
         self._pending: deque[Update | Exception | None] = deque()
@@ -261,7 +260,7 @@ class UpdateStream:
     Args:
         interval: seconds of silence before a keep-alive.
         deadline: on the loop's clock.
-        ended: called when the engine has finished, even with unread updates.
+        ended: called when the engine is done, even with unread updates.
     """
 
     def __init__(
@@ -282,7 +281,7 @@ class UpdateStream:
         self._running.add_done_callback(lambda running: ended())
 
     async def next(self) -> Update | None:
-        """Return the next update; None after `interval` without one.
+        """Return the next update, or None for a keep-alive.
 
         Raises RequestTimedOut after the deadline, and the engine's error.
         """

@@ -19,10 +19,10 @@ from agentcache.text.json_values import write_json
 
 # Longer than clients and proxies (60 s): a request during a close gets no answer.
 IDLE_SECONDS = 75
-# A reset could lose a refusal while the client still sends.
+# While a refused client sends: a reset could lose the answer.
 LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
-_LOOKS = 4  # checks of a write per timeout
+_LOOKS = 4  # per timeout
 _MOST_CONNECTIONS = 4096
 # asyncio's 256 KiB would delay other requests.
 _READ_BYTES = 16 << 10
@@ -34,7 +34,7 @@ FAILED_SECONDS = 5.0  # /health reports a failed engine; then the process ends
 
 
 def _check_length(head: bytes) -> None:
-    """Refuse two lengths: a proxy may have used the other one."""
+    """Refuse repeated lengths: a proxy may have used another one."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].split(b"\n")[1:]
     fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
@@ -44,7 +44,7 @@ def _check_length(head: bytes) -> None:
 
 
 class ClientConnection(UvicornConnection):
-    """One client's connection. Beyond `most`, those that wait longest for their clients are closed."""
+    """One client's connection. Beyond `most`, those that have waited longest are closed."""
 
     def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
         super().__init__(*args, parser=HeadParser(_check_length), **kwargs)
@@ -113,7 +113,7 @@ class ClientConnection(UvicornConnection):
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
-        """Cut a stalled client: unwritten bytes of a paused or complete answer cannot grow."""
+        """Cut a client that reads nothing. Unwritten bytes of a paused or complete answer cannot grow."""
         self._writing, left, now = None, self.unwritten, self.loop.time()
         if not left:
             return
@@ -141,7 +141,7 @@ class ClientConnection(UvicornConnection):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close a sixteenth at once: a search scans all."""
+        """Close a sixteenth at once: each search scans all."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)

@@ -49,7 +49,7 @@ _WHY = {
 T = TypeVar("T")
 
 SERVER_NAME = "agentcache"
-# By `body_weight`.
+# By `body_weight`; small ones are read on the event loop.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list
@@ -57,12 +57,12 @@ _BYTES_PER_QUOTE = 12  # two per string
 _BYTES_PER_COMMA = 2  # of token ids
 _BYTES_PER_VALUE = 4
 MOST_NOTES = 32
-READERS = 2  # one for large bodies; they compete for the GIL
+READERS = 2  # one for large bodies
 MOST_UNREAD = 64
 
 
 class KnownClients:
-    """What clients did in earlier requests. Bounded, thread-safe."""
+    """Facts from clients' earlier requests. Bounded, thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -99,7 +99,7 @@ def client_name(user_agent: str) -> str:
 
 
 class LastTurns:
-    """Last turns of recent agents. For one thread."""
+    """Last turns of recent agents. Not thread-safe."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, tuple[float, Report]] = OrderedDict()  # with time.time()
@@ -131,7 +131,7 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Why reuse was limited; None if it was complete."""
+    """Why reuse was limited, if it was."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk"
     if report.volatile is not None and not report.volatile.moved:
@@ -163,7 +163,7 @@ class Context:
 
 
 class Notes:
-    """Notes to the client: the first `MOST_NOTES`, and a count of the rest."""
+    """Notes to the client: the first `MOST_NOTES`, then a count."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -184,10 +184,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Call:
-    """One request while it is read.
-
-    `continued` are stored responses and items that it refers to; `fallback_agent` is used if nothing names an agent.
-    """
+    """One request while it is read; `continued` are stored responses and items that it refers to."""
 
     body: Reader
     headers: Headers
@@ -207,7 +204,7 @@ def context_of(request: Request) -> Context:
 
 
 def engine_of(request: Request) -> Engine:
-    """Raises EngineStopped or Overloaded if the engine cannot answer."""
+    """Return the engine. Raises EngineStopped, or Overloaded while it loads."""
     engine = context_of(request).engine
     if isinstance(engine.failure, EngineStopped):
         raise engine.failure
@@ -225,7 +222,7 @@ async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
 async def read_prompt(
     request: Request, param: str | None, read: Callable[[Call], T], *, without_body: bytes = b""
 ) -> T:
-    """Apply `read` to a request with its prompt in field `param`; larger bodies on a thread.
+    """Apply `read` to a request with its prompt in `param`, on a thread if the body is large.
 
     Raises InvalidRequest, ContextLengthExceeded, or ClientDisconnect.
     """
@@ -300,7 +297,10 @@ def name_agent(request: Request, agent: str | None) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it and raise ClientDisconnect. The body must have been read."""
+    """Return the result of `work`; cancel it and raise ClientDisconnect if the client leaves.
+
+    The body must have been read.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -26,7 +26,7 @@ class Engine(Protocol):
 
     @property
     def starting(self) -> Phase | None:
-        """Current phase of the start."""
+        """Phase of the start; None outside one."""
 
     @property
     def measuring(self) -> Measuring | None:
@@ -46,10 +46,10 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
     async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
-        """`take` gets each update. Cancelling this cancels the completion."""
+        """Pass each update to `take`. Cancelling this cancels the completion."""
 
     async def count_tokens(self, request: Request, /) -> int:
-        """Tokens in the prompt."""
+        """Count the prompt's tokens."""
 
     async def call(self, operation: Operation[T], /) -> T: ...
 

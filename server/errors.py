@@ -55,7 +55,7 @@ class WireError:
     @property
     def anthropic_body(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES_BY_STATUS.get(self.status) or _ANTHROPIC_TYPES.get(self.type, self.type)
-        # By these words clients know to shorten the conversation.
+        # At these words clients shorten the conversation.
         too_long = "prompt is too long: " if self.code == ContextLengthExceeded.code else ""
         return {"type": "error", "error": {"type": kind, "message": too_long + self.message}}
 
@@ -94,7 +94,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class ErrorResponses:
-    """Middleware: answers exceptions unless a response has begun."""
+    """Middleware: answers exceptions before a response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Effects of body fields by dialect, as in `docs/server.md`; unknown fields are noted."""
+"""Effects of body fields by dialect, as in `docs/server.md`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WITHOUT_BEARING = frozenset(
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
 
-# With values that would not change the answer.
+# With values that change nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -149,7 +149,7 @@ def note_tool_keys(call: Call, tool: Mapping[str, Any], *, is_shown: bool = Fals
 def _unknown_keys(value: Any, place: str) -> Iterator[str]:
     known = KEYS.get(place)
     if known is None or type(value) is not dict or (place.endswith(".json_schema") and "schema" not in value):
-        return  # a json_schema without a wrapper
+        return  # a schema without a wrapper
     for name, inner in value.items():
         if inner is None:
             continue
@@ -165,6 +165,5 @@ def _note(call: Call, unknown: list[str], effect: str) -> None:
         call.notes.add(f"{', '.join(unknown[:_MOST_NAMES])}{more}: not known to this dialect, {effect}", once=True)
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    """true is not 1."""
+def _same(value: Any, allowed: Any) -> bool:  # true is not 1
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)

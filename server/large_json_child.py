@@ -1,4 +1,4 @@
-"""Child process of `LargeJson`: answers with a `ParseOutcome` and, in `marshal`, the object or refusal."""
+"""Child process of `LargeJson`: answers with a `ParseOutcome` and `marshal` of the object or refusal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
 from agentcache.system.confined_child import serve
 
-_NICE = 10  # yields to the engine and the event loop
+_NICE = 10  # below the engine and the event loop
 
 
 class ParseOutcome:

@@ -48,7 +48,7 @@ _MEDIA = {
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
-# In unknown parts, such as results of server tools.
+# In unknown parts, as of server tools.
 _READABLE = frozenset(
     ("text", "thinking", "refusal", "summary", "transcript", "title", "name", "tool_name", "query", "url", "source")
     + ("content", "results", "output", "stdout", "stderr", "error_code", "code", "command", "description", "uri")
@@ -87,7 +87,6 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """Assistants may omit the content; tools may send any value."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -108,7 +107,7 @@ def _read_thoughts(message: Reader) -> str:
 
 
 def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
-    """OpenAI's deprecated `function_call`; its result has role `function`."""
+    # OpenAI's deprecated `function_call`; its result has role `function`.
     if role != "assistant" or not isinstance(message.get("function_call"), dict):
         return []
     function = message.object("function_call")
@@ -121,12 +120,12 @@ def _former_id(named: Reader) -> str:
 
 
 def without_billing_header(text: str) -> str:
-    """Remove a line that coding agents change in every request."""
+    """Remove a line that changes in every request."""
     return _BILLING_HEADER.sub("", text)
 
 
 def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
-    """History may lack the name: a refusal would end the conversation."""
+    # In history the name may be missing: a refusal would end the conversation.
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
@@ -141,7 +140,7 @@ def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:
-    """Arguments as an object; invalid ones as text, since a refusal would end the conversation."""
+    """Arguments as an object; invalid ones as text: a refusal would end the conversation."""
     arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments
@@ -156,7 +155,7 @@ def read_arguments(function: Reader, name: str = "arguments") -> Any:
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """Text of a `document`, `file` or `input_file` part, in tags; None for other or external content."""
+    """Text of a document or file part, in tags; None for other or external content."""
     file = part["file"] if isinstance(part.get("file"), dict) else part
     source = part["source"] if isinstance(part.get("source"), dict) else {}
     title = next((name for name in (part.get("title"), file.get("filename")) if isinstance(name, str) and name), "")
@@ -203,7 +202,7 @@ def _is_data_url(text: str) -> bool:
 
 
 def _of_data(data: Any, media_type: str, name: str) -> str | None:
-    """Decode base64 or a data URL (RFC 2397); None unless type or file name means text."""
+    """Decode base64 or a data URL (RFC 2397); None if not text."""
     if not isinstance(data, str):
         return None
     is_base64 = True
@@ -226,7 +225,7 @@ def _of_data(data: Any, media_type: str, name: str) -> str | None:
 
 
 def _octets(data: str) -> bytes:
-    """Any base64: line breaks, percent-encoded, URL alphabet, no padding."""
+    """Decode any base64: with line breaks, percent-encoded, URL alphabet, unpadded."""
     if "%" in data:
         data = unquote(data)
     bare = "".join(data.split()).rstrip("=").replace("-", "+").replace("_", "/")
@@ -249,7 +248,7 @@ def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tupl
 
 
 def plain_text(part: Any) -> str | None:
-    """Text of a pure text part, else None. Fast, for thousands of parts."""
+    """Text of a pure text part, else None. Fast: there may be thousands."""
     if type(part) is str:
         return part
     if type(part) is not dict or part.get("type") not in _TEXTS:
@@ -261,7 +260,7 @@ def plain_text(part: Any) -> str | None:
 def read_part(part: Reader, role: str, call: Call) -> str:
     """Text of a part, or a placeholder and a note.
 
-    Only media in a user's newest message are refused: in the history, a refusal would end the conversation.
+    Media are refused only in a user's newest message: in history, a refusal would end the conversation.
     """
     kind = part.string("type")
     if kind in _TEXTS or kind is None:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with vLLM's names under our prefix, and a request log without content."""
+"""Prometheus metrics, with vLLM's names under our prefix, and a request log without content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _OTHER_METHOD = "other"
 _NOT_ALLOWED = "405"
 _number_text: Callable[[float], str] = floatToGoString
-_PIECE = 64  # samples between two yields to the event loop
+_PIECE = 64  # samples between yields to the event loop
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -81,7 +81,7 @@ def _ram_accounts(stats: CacheStats) -> Metric:
 
 
 def _account_of(kind: str) -> str:
-    """Without the adapter's name: each would add a series."""
+    # Without the adapter's name: each would add a series.
     family, *_, part = kind.split(".") if "." in kind else (kind, "")
     return f"{family}.{part}" if part else family
 
@@ -157,7 +157,7 @@ class ServerMetrics:
         self._http_seconds.labels(method if is_known else _OTHER_METHOD, route, status).observe(seconds)
 
     async def render(self, stats: CacheStats | None) -> bytes:
-        """Render the exposition, yielding to the event loop. `stats` is None if the engine does not answer."""
+        """Render all metrics, yielding to the event loop. `stats` is None if the engine does not answer."""
         pieces: list[str] = []
         for metric in chain(self.registry.collect(), _engine_metrics(stats)):
             for piece in self._lines.pieces(metric):
@@ -187,7 +187,7 @@ class _Only(Collector):
 
 
 class Lines:
-    """Renders metrics; name and labels of a series once."""
+    """Renders metrics; caches names and labels."""
 
     def __init__(self) -> None:
         self._headers: dict[str, str] = {}
@@ -224,7 +224,7 @@ def _text_of(metric: Metric, *samples: Sample) -> str:
 
 
 class Observe:
-    """Middleware: measures and, if `logs`, logs each request, also after an error or disconnect."""
+    """Middleware: measures and, if `logs`, logs each request."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, logs: bool) -> None:
         self.app = app
@@ -258,7 +258,7 @@ def note_model(request: Request, model: str) -> None:
 
 
 def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) -> None:
-    """Set the token counts of the log line; each prompt has `n` answers."""
+    """Set the log line's token counts; each prompt has `n` answers."""
     reports = [completion.final_report for completion in completions]
     request.state.usage = (
         sum(report.prompt_tokens for report in reports[::n]),
@@ -274,7 +274,7 @@ def _log(answered: str, seconds: float, state: Mapping[str, Any]) -> None:
 
 
 def log_word(value: str | None) -> str:
-    """One word: quoted if it has spaces or control characters, `-` if empty."""
+    """One word: quoted if needed, `-` if empty."""
     if not value:
         return "-"
     return value if value.isprintable() and " " not in value else json_string(value)

@@ -61,7 +61,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """A served name in other case, after a provider (`openai/`) or before Ollama's `:latest`; else `name`."""
+    """The served name that `name` spells in other case, with a provider (`openai/`) or `:latest`; else `name`."""
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)

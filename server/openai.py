@@ -62,7 +62,7 @@ from agentcache.text.replies.events import (
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
-MAX_REPEATED = 8 << 20  # characters of repeated prompts, roughly
+MAX_REPEATED = 8 << 20  # characters of repeated prompts, about
 _LOGPROB_CHARS = 8  # per prompt token and candidate
 
 DONE = b"data: [DONE]\n\n"
@@ -156,7 +156,7 @@ def _read_prompt(body: Reader, name: str, prompt: Any, model: ModelInfo) -> Text
         return TextPrompt(prompt)
     if not isinstance(prompt, list) or not prompt:
         body.fail(name, "must be a string or a list of token ids that is not empty")
-    # Prompts have tens of thousands of tokens.
+    # Quick: prompts have tens of thousands of tokens.
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = (i for i, token in enumerate(prompt) if not _is_token(token) or not 0 <= token < model.vocab_size)
         body.fail(f"{name}[{next(wrong)}]", f"must be a token id between 0 and {model.vocab_size - 1}")
@@ -277,7 +277,7 @@ def _finish_reason(completion: Completion, called: bool) -> str | None:
 
 @dataclass(frozen=True)
 class OpenAIReply:
-    """An answer of `n` choices per prompt; with `usage`, a stream ends with a report."""
+    """An answer of `n` choices per prompt; `usage`: a stream ends with a report."""
 
     id: str
     model: str
@@ -381,7 +381,6 @@ class ChunkWriter:
                 yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
-        """A piece of text with the logprobs of all waiting tokens."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []

@@ -115,7 +115,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """In seconds; the server's limit applies as well."""
+    """Time limit in seconds, beside the server's."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 
@@ -132,7 +132,7 @@ def read_reading(
     form: AnswerForm | None = None,
     thinking: Thinking = AS_USUAL,
 ) -> Reading:
-    """Choose how to parse the reply; `tools` are the shown ones, in OpenAI's shape."""
+    """Choose how to parse the reply; `tools` are those shown, in OpenAI's shape."""
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
     reads_thoughts = extras.boolean("parse_reasoning", True) and thinking.parsed
@@ -150,7 +150,7 @@ def read_sampling(
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Read sampling parameters; `stop` is the dialect's field name. A top_k of -1 disables it."""
+    """Read sampling parameters; `stop` is a field name. A top_k of -1 disables it."""
     default = SamplingParams(**model.sampling.known)
     top_k = body.integer("top_k", minimum=-1)
     return SamplingParams(

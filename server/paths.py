@@ -1,4 +1,4 @@
-"""Corrects slips in request paths; suggests routes for unknown ones."""
+"""Corrects request paths; suggests routes for unknown ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPOKEN = "OpenAI's chat completions, completions and responses and Anthropic's 
 
 
 class MeantPaths:
-    """Middleware: accepts a missing or repeated `/v1`, a doubled slash in front, a slash at the end."""
+    """Middleware: accepts missing or repeated `/v1` and surplus slashes at either end."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self.app = app

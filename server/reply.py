@@ -18,7 +18,7 @@ from agentcache.text.replies.reader import read_as
 
 _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 
-# OpenAI's value for impossible tokens: JSON has no infinity.
+# OpenAI's value: JSON has no infinity.
 IMPOSSIBLE = -9999.0
 
 
@@ -131,7 +131,7 @@ def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], i
 class ReplyReader:
     """Parses the updates of one completion.
 
-    `reasoning_tokens` is as exact as updates separate thoughts; it includes hidden ones.
+    `reasoning_tokens` counts whole updates, also hidden ones.
     """
 
     def __init__(self, reading: Reading, *, whole: bool = False) -> None:
@@ -186,7 +186,7 @@ class TextOffsets:
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
-        """Offsets in a prompt of `end` characters; extra leading text (a BOS, a space) gets 0."""
+        """Offsets in a prompt of `end` characters; added leading text (BOS, space) gets 0."""
         counted = cls()
         offsets = counted.of(tokens)
         return [max(0, offset - counted._end + end) for offset in offsets]

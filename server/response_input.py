@@ -43,7 +43,7 @@ def is_reference(item: Reader) -> bool:
 def read_items(call: Call) -> list[dict[str, Any]]:
     """Read `instructions`, the continued conversation and `input` as messages.
 
-    Items of one reply form one message; so do leading system texts, since many templates allow only one.
+    Items of one reply form one message; so do leading system texts: many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
@@ -142,7 +142,6 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
 
 
 def _read_other(item: Reader, kind: str, messages: _Messages, call: Call) -> None:
-    """Calls and results stay pairs; other readable text becomes a message."""
     said = {name: value for name, value in item.value.items() if name not in _NOT_SAID and value is not None}
     if item.get("call_id") is not None and kind.endswith(_CALL):
         messages.call(item, read_arguments(item) if "arguments" in said else said, kind.removesuffix(_CALL))
@@ -183,7 +182,7 @@ def _read_content(item: Reader, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """Items of other servers may have only a summary."""
+    """The thought, or at least its summary, in an item of any server."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))
@@ -191,7 +190,7 @@ def _read_thought(item: Reader, call: Call) -> str:
 
 
 def sealed(thought: str) -> str:
-    """Encode a thought, for clients that send back only `encrypted_content`."""
+    """Encode a thought for clients that return only `encrypted_content`."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 
@@ -218,7 +217,7 @@ class ResponseTool:
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """Tools of a request: `shown` to the chat template, None if none may be called. Names are shown ones."""
+    """Tools of a request, by shown name; `shown` go to the chat template, None if none may be called."""
 
     shown: list[dict[str, Any]] | None = None
     by_name: Mapping[str, ResponseTool] = field(default_factory=dict)

@@ -161,7 +161,7 @@ def read_references(body: Reader) -> References:
 
 
 async def find_continued(engine: Engine, references: References) -> Continued:
-    """Look up references. Raises InvalidRequest for a missing response, NotFound for a missing item."""
+    """Look up references. Raises InvalidRequest for missing responses, NotFound for items."""
     previous, items = references.previous, tuple(references.items)
     found = await engine.call(UseResponses(lambda files: files.continued(previous, items)))
     for missing in found.missing:
@@ -218,7 +218,7 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """Items of one request, without the conversation before it."""
+    """List one request's items, without the conversation before."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

@@ -29,7 +29,7 @@ from agentcache.text.replies.events import (
 
 Said = tuple[str, dict[str, Any]]
 
-MAX_ECHO = 256 << 10  # characters, of the final response
+MAX_ECHO = 256 << 10  # characters of the final response
 MAX_OPENING = 16 << 10  # of openings and keep-alives, which may be many
 # OpenAI's types require these; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
@@ -37,7 +37,7 @@ _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 @dataclass(eq=False)
 class ResponseReply:
-    """An answer to `/v1/responses`. Earlier events echo `opening`."""
+    """An answer to `/v1/responses`; all events but the last echo `opening`."""
 
     id: str
     model: str
@@ -57,7 +57,7 @@ class ResponseReply:
         return self.close(completions) | dict(self.echo.fields)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without its echo; the same object at every call."""
+        """The response without its echo; always the same object."""
         if self._closed is not None:
             return self._closed
         [completion] = completions
@@ -165,7 +165,7 @@ class OutputItems:
                 yield from self._close()
 
     def _begin_call(self, name: str) -> Said:
-        """A custom tool's text is known only with the complete arguments."""
+        # A custom tool's text is known only with the complete arguments.
         tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": self._new_id("ctc"), "call_id": call_id}
@@ -177,7 +177,7 @@ class OutputItems:
         return new_id(prefix, self._reply.agent)
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Logprobs of the tokens at the end of `text`; earlier ones were markers."""
+        """Logprobs of the tokens that end `text`; earlier ones were markers."""
         tokens, self._unplaced = self._unplaced, []
         while len(tokens) > 1 and b"".join(token.data for token in tokens[1:]).decode(errors="replace").endswith(text):
             del tokens[0]
@@ -255,7 +255,7 @@ class OutputItems:
 
 
 def _code(error: WireError) -> str:
-    """OpenAI's codes, by which clients retry or shorten the conversation."""
+    # OpenAI's codes: clients retry, or shorten the conversation.
     if error.code == ContextLengthExceeded.code:
         return error.code
     if error.status == Overloaded.status:
@@ -285,7 +285,7 @@ class ResponseWriter:
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without its echo; later changes to it are sent by `end`."""
+        """The response without its echo; `end` sends later changes to it."""
         if self._closed is None:
             [completion] = completions
             self._closing = list(self._output.finish(completion))
@@ -321,7 +321,7 @@ def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
 
 @dataclass(frozen=True)
 class Echo:
-    """Request fields repeated in a response, encoded once; `left_out` are emptied."""
+    """Request fields repeated in a response; `left_out` are emptied."""
 
     fields: Mapping[str, Any]
     left_out: tuple[str, ...] = ()

@@ -94,7 +94,7 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 
 
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
-    """A Codex thread for a title shares only the installation with the session before it."""
+    # A thread for a title shares only the installation with its session.
     installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
     if not isinstance(installation, str) or not installation:
         return None if is_title else agent
@@ -114,7 +114,7 @@ def agent_of_cache_key(key: Any) -> str | None:
 
 
 def session_of_user(user_id: Any) -> Any:
-    """The session in Claude Code's user id, `{"session_id": …}` or `user_…_session_…`; else the whole id."""
+    """The session in Claude Code's user id (`{"session_id": …}`, `user_…_session_…`), else the whole id."""
     if not isinstance(user_id, str):
         return None
     if len(user_id) <= _LONGEST_JSON and (found := _USER_SESSION.fullmatch(user_id)):
@@ -128,7 +128,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """The text if valid as an agent id, else its digest."""
+    """The text if a valid agent id, else its digest."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)

@@ -1,6 +1,6 @@
-"""Reads thinking settings in all spellings, also of other servers, in all dialects.
+"""Reads thinking settings in the spellings of all dialects and of other servers.
 
-Template variables count before switches, switches before efforts. An unknown word means the nearest one.
+Template variables precede switches, switches precede efforts. An unknown word means the nearest one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _BUDGETS_INSIDE = ("budget_tokens", "max_tokens", "budget", "thinking_budget", "
 
 _FREE = ("adaptive", "auto", "automatic", "dynamic", "default", "")  # the model decides
 _HIDDEN, _RAW = ("hidden", "omitted", "exclude"), ("none", "raw")
-_LONGEST_WORD = 40  # of words compared with known ones
+_LONGEST_WORD = 40  # compared with known ones
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """Effective settings; with `parsed` thoughts are separated from the text."""
+    """Effective settings; `parsed`: thoughts are separated from the text."""
 
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     shown: bool = True
@@ -65,8 +65,8 @@ AS_USUAL = Thinking()
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
     """Read thinking settings.
 
-    With `only_if_asked` (Anthropic) answers show thoughts on request only. The model thinks even so: with thinking off,
-    many templates write a prompt that the next turn does not repeat.
+    With `only_if_asked` (Anthropic) thoughts are shown on request only. The model still thinks: with thinking off, many
+    templates write a prompt that the next turn does not repeat.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")
@@ -162,7 +162,6 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """An effort; in other fields also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}

@@ -1,7 +1,7 @@
 """Translates tool definitions to functions for chat templates.
 
-Anthropic's client tools, known by type only, get schemas. Server tools, which agents send by default, are left out with
-a note.
+Anthropic's client tools, known by type only, get schemas. Server tools are left out with a note: agents send them by
+default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 
 
 def client_tool(tool: Reader) -> dict[str, Any] | None:
-    """Function of a known type with any date."""
+    """Function of a known type, with any date."""
     kind = tool.string("type") or ""
     found = _maker(kind)
     strict = {"strict": True} if tool.get("strict") is True else {}
@@ -142,7 +142,7 @@ _TOOLS = {
 class ToolList:
     """Tools of a request, by name in OpenAI's shape.
 
-    Left-out tools count by name and type; `by_family` has names of functions, and types left out.
+    `left_out` has names and types; `by_family` names of functions, and types left out.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class ToolList:
         return tools or None
 
     def find(self, word: str) -> str | None:
-        """Name of the tool that a name or type means; its type if it is left out."""
+        """Name of the tool that a name or type means; its type if left out."""
         is_known = word in self.functions or word in self.left_out
         return word if is_known else self.by_family.get(family(word))
 

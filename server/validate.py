@@ -1,4 +1,4 @@
-"""Typed readers of request bodies within a time limit; each refusal names its parameter."""
+"""Typed, time-limited readers of request bodies; refusals name the parameter."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from agentcache.text.json_values import TooDeep, deep_place, parse_json
 MAX_INTEGER = 2**63 - 1
 MAX_NAME = 256
 MAX_NUMBER = 1e300
-# They parse in 0.1 s; only long or many prompts need more.
+# They parse in 0.1 s.
 MANY_VALUES = 2**20
 _CALLS = ("tool_use", "tool_result")
 _VALUES_PER_TOKEN = 4
 _MOST_LISTS = 256  # of token ids
-_LONGEST_HINT = 80  # of names compared with known ones
+_LONGEST_HINT = 80  # compared with known names
 
 BASE_SECONDS = 2.0
 SECONDS_PER_MEGABYTE = 0.5
-STEPS = 32  # between checks, some 0.01 ms
+STEPS = 32  # between checks
 # Then a reading thread rests: the event loop needs the GIL.
 _WORK_SECONDS = 0.0005
 _REST_SECONDS = 0.0005
@@ -51,7 +51,7 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
 def refuse_many_values(raw: bytes, max_context: int) -> None:
     """Raise ContextLengthExceeded for an unparsed body with more values than `max_context` tokens need.
 
-    Commas and brackets in strings are tokens, too.
+    Commas and brackets in strings count: they are tokens, too.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -100,7 +100,7 @@ def check_agent_id(value: str, param: str) -> str:
 
 
 class Reader:
-    """One JSON object and its dotted path in the body. null counts as absent."""
+    """One JSON object at a dotted path of the body; null counts as absent."""
 
     __slots__ = ("_limit", "path", "value")
 
@@ -178,7 +178,7 @@ class Reader:
         return Reader(value or {}, self.param(name), self._limit)
 
     def at(self, name: str, value: Mapping[str, Any]) -> Reader:
-        """Read `value` in place of field `name`, or of this object if `name` is empty."""
+        """Reader of `value` in place of field `name`; in place of this object if empty."""
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
@@ -227,7 +227,6 @@ class Reader:
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
-    """Without a real maximum, name the violated bound only."""
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
@@ -238,9 +237,9 @@ def never() -> bool:
 
 
 class ReadLimit:
-    """Limit of CPU time by length of the body. For one thread.
+    """CPU time limit by length of the body. For one thread.
 
-    With `rests` the thread sleeps to release the GIL; not for the event loop.
+    `rests`: sleep to release the GIL, never on the event loop.
     """
 
     def __init__(self, num_bytes: int, has_ended: Callable[[], bool] = never, *, rests: bool = False) -> None:
