@@ -1,4 +1,4 @@
-"""Read LoRA folders of mlx-lm or PEFT, on any thread. Pickles are never opened, other adapters refused."""
+"""Read LoRA folders of mlx-lm or PEFT, on any thread. Only plain LoRA is accepted; pickles are never opened."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERN = 256
 _MAX_REPEATS = 3
 _MAX_TOKEN_ID = 2**31
-_LARGEST = 1e30  # for comparisons that NaN and integers beyond float fail too
-# They need more than x @ A @ B.
+_LARGEST = 1e30  # NaN and integers beyond float fail the comparison, too
+# PEFT options beyond x @ A @ B.
 _PEFT_EXTRAS = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules saved beside the adapter",
@@ -53,7 +53,7 @@ _PEFT_EXTRAS = {
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
 }
-# Others (PiSSA, LoftQ …) change the base weights before training.
+# PiSSA, LoftQ … change the base weights before training.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -120,8 +120,8 @@ def _format_of(folder: Path) -> _Format:
 
 
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
-    """Sorted: a broken file always gives the same error."""
     try:
+        # Sorted: a broken file always gives the same error.
         tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
         raise UnsupportedAdapter(f"{file.name} is not a safetensors file: {error!s:.100}") from None
@@ -129,8 +129,8 @@ def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
 
 
 def _read_safetensors(file: Path, max_bytes: int) -> bytes:
-    """Checks the size first: a header may claim gigabytes."""
     with open_plain_file(file, max_bytes) as (stream, size):
+        # First the size: a header may claim gigabytes.
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
             raise UnsupportedAdapter(
@@ -230,10 +230,7 @@ class ExplicitScale:
 
 @dataclass(frozen=True)
 class AlphaScale:
-    """PEFT's scale: alpha / r, or alpha / sqrt(r) if stabilised (arXiv 2312.03732).
-
-    Patterns match a module name's end; the first match wins.
-    """
+    """PEFT's scale: alpha / r, or alpha / sqrt(r) if stabilised (arXiv 2312.03732); patterns match names' ends."""
 
     rank: int
     alpha: float
@@ -263,10 +260,9 @@ def _expression(key: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings for serving.
+    """Settings of an adapter, which acts from the last `invocation_tokens`, or always if None.
 
-    The adapter acts from the last occurrence of `invocation_tokens`, or always if None. `activation_shift` is added:
-    adapters older than PEFT's rule start one later.
+    `activation_shift` is added: adapters older than PEFT's rule start one token later.
     """
 
     scale: ExplicitScale | AlphaScale
@@ -396,7 +392,7 @@ def read_plain_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_exactly(stream: BinaryIO, size: int, name: str) -> bytes:
-    """Raises UnreadableAdapter if there are fewer bytes."""
+    """Read `size` bytes. Raises UnreadableAdapter if there are fewer."""
     data = stream.read(size)
     if len(data) < size:
         raise UnreadableAdapter(f"{name} is being changed")

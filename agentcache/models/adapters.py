@@ -51,9 +51,9 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetModules:
-    """Modules that adapters can act on. Any thread may read it.
+    """Modules that adapters can act on, for any thread; `targets` include parts of fused modules.
 
-    `targets` have adapters' names, parts of fused modules included. `absorbed` modules are never called.
+    `absorbed` modules are never called.
     """
 
     num_layers: int
@@ -125,7 +125,7 @@ class Adapter:
         digest: of modules, matrices and effective scale; 40 hex digits.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
         invocation_tokens: of an activated LoRA (arXiv 2504.12397).
-        family: digest of all A matrices.
+        family: digest of A matrices and of the components that make keys and values.
     """
 
     digest: str
@@ -143,17 +143,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and float32 numpy matrices."""
+    """An adapter and its float32 numpy matrices."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder, on any thread; takes up to four times its file's bytes.
-
-    Raises UnsupportedAdapter: broken, not plain LoRA, or of another model.
-    """
+    """Read an adapter's folder, on any thread, in up to four times its file's bytes. Raises UnsupportedAdapter."""
     try:
         return _read_adapter(folder, modules, max_bytes)
     except UnsupportedAdapter as error:
@@ -246,10 +243,10 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
 
 
 def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
-    """With components: in a fused module B decides which columns of A keys and values use."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
+    # In a fused module B decides which columns of A keys and values use.
     for side in (sides.keys, sides.values):
         yield repr([(layer, each.components) for layer, each in sorted(side.items())]).encode()
 
@@ -260,7 +257,7 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
-    """Layer at which the adapter can continue from base's hidden states; 0 if none."""
+    """Layer at which an adapter can continue from base's hidden states; 0 if none."""
     if spec.recurrent:
         return 0  # lower layers' state would be missing
     own = producer_groups(adapter, spec)

@@ -27,10 +27,10 @@ class Slots(Protocol):
 
 
 class CacheArenas:
-    """Arenas of one cache, for the thread that runs the model.
+    """Arenas of one cache, for the model's thread.
 
     Host access waits until the device is idle: a running step may still write to slots of ended requests, and holds the
-    arrays that a resize replaces. To `room` bytes a group grows without a copy, if the device allows it.
+    arrays that a resize replaces. Up to `room` bytes a group grows without a copy, if the device can.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class CacheArenas:
             Copy(group, source, target)
             for group, (arena, pool) in enumerate(zip(self.groups, self._pools, strict=True))
             for source, target in pool.take_moves()
-            if source < arena.capacity  # others never had memory
+            if source < arena.capacity  # else it never had memory
         ]
         if moves:
             self.move_blocks(moves)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, in order with the steps around it."""
+        """Copy on write, in order with steps."""
         self.fit()
         for copy in copies:
             self._copy(copy)
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """Copy blocks, before `fit`."""
+        """Copy blocks to new slots, before `fit`."""
         self._follow_moves()
         for move in moves:
             self._copy(move)
@@ -176,7 +176,7 @@ class BaseArenas(CacheArenas):
         return self.states
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Lazily."""
+        """Store a checkpoint, lazily."""
         self._states.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:

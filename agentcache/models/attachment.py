@@ -59,10 +59,10 @@ def host(
     within: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext(),
     adapted: Inspection | None = None,
 ) -> Hosted:
-    """Make a model of mlx-lm run on step caches, or one that does (`adapted`) in another precision.
+    """Make a model run on step caches, or one that does (`adapted`) in another precision.
 
-    `within` is the context of measurement and proof. Raises UnsupportedModel: an unknown kind of cache or, with
-    `check`, other numbers than mlx-lm's.
+    `choose` and proof run `within` a context. Raises UnsupportedModel: an unknown kind of cache or, with `check`, other
+    numbers than mlx-lm's.
     """
     seen = _adapted(model) if adapted is None else adapted
     with within(model):

@@ -19,7 +19,7 @@ from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused
 from agentcache.models.fused import read_by_kernels
 
-# Up to this many query tokens, packed products are faster than unpacking.
+# Query tokens up to which packed products are faster than unpacking.
 MAX_PACKED_QUERIES = 8
 log = logging.getLogger("agentcache.models")
 
@@ -30,7 +30,7 @@ _BLOCKS, _HEADS = 3, 2
 
 
 class AttentionOptions(NamedTuple):
-    """Operations on scores: c * tanh(scores / c), and one more logit per head without a value, float [H_q]."""
+    """Operations on scores: `softcap` c in c * tanh(scores / c); `sinks`, a logit per head without a value, [H_q]."""
 
     scale: float
     softcap: float | None = None
@@ -43,7 +43,7 @@ def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None)
 
 
 def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over rows; [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k] over paged rows; [B, H_q, n, D_v]."""
     if fused.why_none():
         return attention_by_operations(queries, kv, options)
     return fused.attention(
@@ -108,7 +108,7 @@ def packed_attention(
     """`paged_attention` on packed blocks, merged in float32 as in flash-decoding.
 
     Args:
-        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena`; if it has no values, as its keys.
+        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena` (latents as its keys).
         added: makes an addition to the values' sums, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
             repeats, n, 256].
     """
@@ -131,7 +131,6 @@ def packed_attention(
 
 
 def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Weights, like the scores; sums by row, [B, H_kv, repeats, n, 1]."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
     scores = scores + reads.block_bias
@@ -154,10 +153,9 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
-    `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round. MLX's
-    kernel is compared with the definition once: some are missing or wrong. CUDA never tries it for blocks that ours
-    read, as compiling it would block serving.
+    `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round.
     """
+    # MLX's kernel is checked once: some are missing or wrong. On CUDA, compiling it would block serving.
     if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)
     dim = packed.data.shape[-1] * 32 // quantisation.bits
@@ -166,7 +164,7 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
 
 def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """Product by MLX's kernel; evaluation raises RuntimeError if it lacks the shape."""
+    """Product by MLX's kernel; evaluation may raise RuntimeError."""
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
     return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)

@@ -1,8 +1,8 @@
 """Identity of models, from content (table in docs/memory.md).
 
-The **identity** names the model in a new cache folder and roots every chain of blocks. Unknown fields of `config.json`
-count, as they may decide bytes, and token rules, which give the same text other ids; chat templates only make text.
-The **source digest** is part of the cache spec: if mlx-lm's sources change, agents stay, and blocks are computed again.
+The **identity** names a model in a new cache folder and roots every chain of blocks. Unknown fields of `config.json`
+count, as they may decide bytes, and token rules, which give a text its ids. The **source digest** is part of the cache
+spec: if mlx-lm's sources change, agents stay, and blocks are computed again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HARMLESS = frozenset(
 )
 _PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, with the same fields
 _PACKAGE = "mlx_lm"
-# Definitions that decide bytes: recurrent layers' cache classes (others are ours), and reading the weights.
+# Definitions that decide bytes: recurrent layers' cache classes (KV caches are ours), and reading the weights.
 _COUNTED = {
     "mlx_lm.models.cache": {"_BaseCache", "ArraysCache"},
     "mlx_lm.utils": {
@@ -68,7 +68,7 @@ _SCHEME = "source 1"  # of the digests and the memo's keys
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """Names of a model, 32 hex digits; `first` are those in cache folders of format version 2."""
+    """Names of a model, 32 hex digits; `first` are used in cache folders of format version 2."""
 
     identity: str
     first: tuple[str, ...]
@@ -160,7 +160,7 @@ def _digest_file(file: Path) -> str:
 
 
 def source_digest(model: nn.Module, memo: Memo) -> str:
-    """Digest of the code in mlx-lm that computes `model`'s keys and values; 16 hex digits, empty for `FIRST_SOURCES`.
+    """Digest of mlx-lm's code for `model`'s keys and values: 16 hex digits, empty for `FIRST_SOURCES`.
 
     Comments, docstrings, layout and error texts do not count.
     """
@@ -225,13 +225,12 @@ def _is_module(name: str) -> bool:
 
 
 def _spell(node: object, text: list[str]) -> list[str]:
-    """Spell a syntax tree, the same in all versions of Python."""
     if isinstance(node, ast.Raise):
         text.append("Raise;")
     elif isinstance(node, ast.AST):
         text.append(f"{type(node).__name__}(")
         for field, value in ast.iter_fields(node):
-            # Versions differ in empty fields. None may be a constant.
+            # Python's versions differ in empty fields. None may be a constant.
             is_empty = value is None or value == []
             if field not in ("ctx", "kind", "type_comment") and (not is_empty or isinstance(node, ast.Constant)):
                 text.append(f"{field}=")

@@ -52,7 +52,7 @@ MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Limits of `check`; `_TOLERANCE` is relative to the largest value.
-_MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # appended values: in quantisation steps; mean error over MLX's
+_MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 _BEING_TRIED = Verdict(False, "they are being tested")
 _by_now: dict[HeadShape, Verdict] = {}
@@ -62,7 +62,7 @@ _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """Shapes that passed the self-test on this machine."""
+    """Shapes that passed the self-test on this machine, kept in a file."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -80,7 +80,7 @@ class KernelMemo:
         self.found |= read_memo(file)
 
     def keep_in(self, file: Path) -> None:
-        """Write results, now and as they come."""
+        """Write all results to `file`, now and later."""
         self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():
@@ -128,7 +128,7 @@ def read_by_kernels(packing: Packing) -> bool:
 
 
 class Attended(NamedTuple):
-    """Key in `Reads.prepared` of launch data that equal layers of a group share."""
+    """Key in `Reads.prepared` of launch data, shared by equal layers of a group."""
 
     shape: HeadShape
     scale: float
@@ -226,7 +226,6 @@ def _places(writes: Writes) -> Places:
 
 
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
-    """Rounding ties go either way: each value must be right to a step, the mean error close to MLX's."""
     assert isinstance(quantisation, Quantisation)
     expected = quantise(x, quantisation)
     data, scales, biases = packed_alone(x, quantisation.group_size)
@@ -234,6 +233,7 @@ def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
     values = mx.clip(mx.nan_to_num(x.astype(mx.float32), nan=0.0), -LARGEST_VALUE, LARGEST_VALUE)
     missed, least = (mx.abs(dequantise(each, quantisation, mx.float32) - values) for each in (made, expected))
     step = mx.repeat(mx.abs(scales.astype(mx.float32)), quantisation.group_size, axis=-1)
+    # Rounding ties go either way: each value must be right to a step, the mean error close to MLX's.
     is_met = (missed <= _MOST_STEPS * step) & (missed.mean() <= _MOST_MISSED * least.mean())
     checked(mx.where(is_met, values, values + missed), values, "append")
     return expected

@@ -17,7 +17,7 @@ from agentcache.models.step import CurrentStep, StepInputs
 
 
 class HiddenBlocks:
-    """Contents of slots, [256, hidden], allocated on first write."""
+    """Hidden states by slot, [256, hidden], allocated on first write."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mx.array] = {}
@@ -28,7 +28,7 @@ class HiddenBlocks:
         return sum(block.nbytes for block in self._blocks.values())
 
     def write(self, pieces: Sequence[Piece], hidden: mx.array) -> None:
-        """Store pieces of [1, n, hidden], lazily."""
+        """Store pieces of `hidden` [1, n, hidden], lazily."""
         for piece in pieces:
             if piece.slot not in self._blocks:
                 self._blocks[piece.slot] = mx.zeros((BLOCK_SIZE, hidden.shape[2]), hidden.dtype)
@@ -57,7 +57,7 @@ class HiddenBlocks:
 
 
 class ModelHiddenStates:
-    """Hidden-state cache; `layer_tokens` counts tokens times computed layers."""
+    """A model's hidden-state cache; `layer_tokens` counts tokens times computed layers."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self._layers = layers_of(model)

@@ -1,4 +1,4 @@
-"""Find what a model caches by running it on a few tokens, without evaluation."""
+"""Find what a model caches by laying out a run on a few tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINEARS = (
     nn.ShardedToAllLinear,
     nn.QuantizedShardedToAllLinear,
 )
-_NUM_TOKENS = 8  # more than a short convolution's history
+_NUM_TOKENS = 8  # more than a convolution's history
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Inspection:
     """A model's caches.
 
     Args:
-        refs: places of caches, in the model's order.
-        layers, recurrent: KV caches and states, in order of computation; `latents`, `dtypes` (of keys) as `layers`.
+        refs: in the model's order.
+        layers, recurrent: KV caches and states in order of computation; `latents`, `dtypes` (of keys) as `layers`.
         hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped.
         linears: whether all calls follow the layer's cache writes, by layer and path.
         final_norm: owner and name of the first norm after the last layer.
@@ -78,7 +78,7 @@ class Inspection:
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
-        """By layer. Raises UnsupportedModel."""
+        """Packing of each layer. Raises UnsupportedModel."""
         layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
@@ -109,7 +109,7 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
 
 
 def inspect_model(model: nn.Module) -> Inspection:
-    """Return what a model caches. Raises UnsupportedModel: an unknown kind of cache, or the model does not run."""
+    """Find what a model caches. Raises UnsupportedModel: an unknown kind of cache, or the model does not run."""
     _check_ropes(model)
     run = watch_run(model)
     if run.calls and [id(layer) for layer in run.calls[: len(model.layers)]] != [id(layer) for layer in model.layers]:
@@ -187,7 +187,7 @@ def _rope_text(config: dict[str, Any]) -> str:
     of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
     try:
         return repr(sorted(of_rope))
-    except TypeError:  # equal names whose values have no order
+    except TypeError:  # values without order
         return repr(sorted(of_rope, key=repr))
 
 
@@ -199,7 +199,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Seen:
-    """One cache, with its first user's depth."""
+    """One cache; `depth` is its first user's."""
 
     cache: Any
     depth: int | None = None
@@ -214,8 +214,8 @@ class Run:
     """A model's run on its own caches.
 
     Attributes:
-        called: linears called since the last `resolve`, with the number of writes before.
-        behind: by layer and path of a linear: whether all writes came before its calls.
+        called: linears called since the last `resolve`; number of cache writes before.
+        behind: by linear, whether all writes came before its calls.
     """
 
     calls: list[nn.Module] = field(default_factory=list)

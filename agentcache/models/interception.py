@@ -1,4 +1,4 @@
-"""The function that replaces mlx-lm's attention: modules pass it the handles of `StepCache.update_and_fetch`.
+"""The function that replaces mlx-lm's attention: modules pass it `StepCache`'s handles.
 
 Define no class in this file: `replace_attention` would replace mlx-lm's function here, too.
 """

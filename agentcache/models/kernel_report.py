@@ -1,4 +1,4 @@
-"""Whether kernels compute each kind of layer, for the doctor, in a child process: a broken back end may crash."""
+"""Which layers kernels compute, for the doctor, in a child process: a broken back end may crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers of one kind, computed `by` "kernel" or "reference"; `heads` as `8/2 x 64`: query, cached, key size."""
+    """Layers of one kind, `by` "kernel" or "reference"; `heads` as `8/2 x 64`: query, cached, key size."""
 
     kind: GroupKind
     window: int | None

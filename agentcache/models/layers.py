@@ -75,7 +75,7 @@ def _hooked(kind: Any) -> Any:
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The lists that a model runs through (`model.layers` may be a copy). Raises UnsupportedModel if none."""
+    """Lists that a model runs through (`model.layers` may be a copy). Raises UnsupportedModel if none."""
     layers = {id(layer) for layer in getattr(model, "layers", None) or ()}
     lists = [
         value
@@ -105,7 +105,7 @@ def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
 
 
 def observe(y: mx.array) -> mx.array:
-    """Return `y`, passed to this thread's observer."""
+    """Pass `y` to this thread's observer and return it."""
     if (observer := _observer.get()) is not None:
         observer(y)
     return y

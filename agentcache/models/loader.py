@@ -87,7 +87,7 @@ class LoadedModel:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Larger token ids read out of bounds."""
+        """Token ids beyond it read out of bounds."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 
@@ -102,7 +102,6 @@ class LoadedModel:
 
     @property
     def is_half(self) -> bool:
-        """By the largest array."""
         floats = [x for _, x in tree_flatten(self.model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
         return max(floats, key=lambda x: x.size).dtype.size == 2
 
@@ -158,10 +157,8 @@ def load(
     Raises UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
 
     Args:
-        path_or_hub_id: model folder, or Hugging Face id to download once.
         check_weights: called with the weights' bytes before they are read; may raise.
         kv: one of `BITS`, or `auto`; for `auto`, `kept` finds an earlier choice, `measured` is a file of measurements.
-        find_names: finds the model's names in a cache folder.
     """
     progress = progress or StartProgress()
     progress.begin("reading the model")
@@ -262,7 +259,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
     def keep(numbers: Numbers) -> None:
         if file is not None:
-            with suppress(OSError):  # fails the start later
+            with suppress(OSError):  # such a folder fails the start later
                 make_private_folder(file.parent)
             write_memo(file, read_memo(file) | {key: json.dumps(dict(numbers))})
 

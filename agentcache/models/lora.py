@@ -40,7 +40,7 @@ class Stack:
 
 
 def can_stack(adapters: Collection[AdapterWeights]) -> bool:
-    """MLX's CPU back end gathers float32 only."""
+    """Whether the device can use stacks: MLX's CPU back end gathers float32 only."""
     if mx.default_device() != mx.cpu:
         return True
     pairs = (pair for weights in adapters for pair in weights.matrices.values())
@@ -48,7 +48,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Of modules that several adapters share."""
+    """Bytes of stacks, which modules of several adapters get."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -91,7 +91,7 @@ class Stacks:
 
 
 class ModelAdapters:
-    """Adapters of one model; `stacks` are optional, for steps with several."""
+    """Adapters of one model; `stacks`, for steps with several, are optional."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, inspection)
@@ -103,7 +103,7 @@ class ModelAdapters:
 
     @cached_property
     def residual_forms(self) -> ResidualForms:
-        """The first call runs the model on a few tokens."""
+        """Found at first use, by a run on a few tokens."""
         return find_forms(self._model, self._inspection, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
@@ -143,7 +143,6 @@ class ModelAdapters:
         return adapted if mask is None else mx.where(mask, adapted, y)
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """x @ a @ b [B, n, out] with each row's own matrices."""
         acting = [pair for pair in pairs if pair is not None]
         if len(acting) == 1:
             return x @ acting[0].a @ acting[0].b

@@ -32,14 +32,14 @@ from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes
-# Copies alive at a time on the CPU back end, which allocates ahead.
+# Copies alive at a time on a CPU, which allocates ahead.
 _HIDDEN_COPIES = 8  # residual, norm, projections
 _QUERY_COPIES = 4  # projected, normed, rotated, attended
 _INNER_COPIES = 4  # gate, its sigmoid, up, product
 _LOGIT_COPIES = 3  # given, in float32, normalised
 _UNPACKED_COPIES = 3  # packed, dequantised, contiguous
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
-_FLASH_SCORES_WITH_SINKS = 3.25  # the sink's logit is added beside them, then removed
+_FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is added, then removed
 # For a piece of a residual row: keys and values; scores.
 _REBUILT_COPIES, _REBUILT_SCORES = 10, 8
 _STATES_A_TOKEN = 1.3  # each output keeps its recurrent state alive
@@ -47,8 +47,8 @@ _CHANNEL_COPIES = 8  # projected, convolved, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10
 USUAL_CONTEXT, USUAL_ROWS = 8192, 8
-# Of a measured peak: for arrays that adapters add, and because equal steps differ by how fast the device frees. On a
-# busy CPU, MLX frees an array before it makes the next; the same step on a quiet one takes up to 1.7 times as much.
+# Of a measured peak: adapters add arrays, and equal steps differ by how fast the device frees. On a quiet CPU a step
+# takes up to 1.7 times as much as on a busy one.
 _MARGIN, _CPU_MARGIN = 1.5, 1.75
 log = logging.getLogger("agentcache.engine")
 
@@ -66,7 +66,7 @@ class ProbedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Bounds for steps, with margin, from probed `steps`: at least a decode step and a chunk without context."""
+    """Bounds for steps, with margin, from probed ones: at least a decode step and a chunk without context."""
 
     steps: tuple[ProbedStep, ...]
 
@@ -99,11 +99,8 @@ def _margin() -> float:
 class Footprint:
     """Upper estimate of a step's temporary memory: that of its largest layer.
 
-    A probe's `needs` replace what config.json says, but for attention to the cache and logits.
-
-    Args:
-        query_dim: values per head in a chunk's queries.
-        unpacked_dim: values per token decompressed from latents in a chunk.
+    A probe's `needs` replace what config.json says, but for attention to the cache and logits. A chunk decompresses
+    `unpacked_dim` values per token from latents, for queries of `query_dim` values per head.
     """
 
     spec: CacheSpec
@@ -161,7 +158,6 @@ class Footprint:
         return (bound if larger is None else min(bound, larger)) + logits
 
     def _model_bytes(self, rows: int, num_tokens: int) -> int:
-        """As if recurrent layers kept a state for each token."""
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
         states = 0 if self.spec.state_group is None else 2 * self.spec.state_group.bytes_per_block
@@ -204,7 +200,7 @@ class Footprint:
         keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
-        # Each block has a copy of its row's queries, and own sums.
+        # Each block has its row's queries, and own sums.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
         mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)
         # A GPU frees at a command buffer's end, and several are in flight.
@@ -233,7 +229,7 @@ class Footprint:
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """On a CPU, of rows with value residuals only (`attention_on_values`)."""
+        """Of `attention_on_values`."""
         if self.fused:
             return 0
         if num_tokens <= MAX_PACKED_QUERIES:
@@ -275,14 +271,12 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Bytes of a gathered block; values per head, `cached_dim` of all heads."""
-
     window: int | None
-    key_bytes: int
+    key_bytes: int  # of a gathered block
     value_bytes: int
     key_dim: int
     value_dim: int
-    cached_dim: int
+    cached_dim: int  # of all heads
     is_latent: bool
 
     @classmethod
@@ -305,14 +299,12 @@ class _LayerKind:
 
 @dataclass(frozen=True)
 class _Scan:
-    """Channels of a recurrent layer; bytes of its state without convolutions."""
-
-    width: int
-    state_bytes: int
+    width: int  # channels
+    state_bytes: int  # without convolutions
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> _Scan:
-        """A convolution is [tokens, channels], a state [heads, values, keys] or [channels, values]."""
+        # Convolutions are [tokens, channels], states [heads, values, keys] or [channels, values].
         shapes = [tensor.shape for tensor in spec.tensors if tensor is not None]
         states = [shape for shape in shapes if len(shape) > 2 or (len(shape) == 2 and shape[0] > shape[1])]
         matrices = [shape for shape in shapes if len(shape) == 3]
@@ -321,13 +313,12 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    """Bytes per token and head, with unpacked values if MLX has no right kernel."""
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
     if kernel_is_right(dim, packing, transpose, mx.default_device().type):
         return packed
-    return packed + dim * _FLOAT
+    return packed + dim * _FLOAT  # unpacked, too
 
 
 def free_memory(limit: int | None = None) -> int:
@@ -337,7 +328,7 @@ def free_memory(limit: int | None = None) -> int:
 
 
 def spare_memory(limit: int | None = None) -> int:
-    """`free_memory` without what malloc keeps."""
+    """`free_memory` without malloc's free heap."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:
@@ -347,7 +338,7 @@ def spare_memory(limit: int | None = None) -> int:
 
 
 def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
-    """Kept free for steps: a chunk, or eight decoding rows, within 8K tokens."""
+    """Bytes kept free for steps: a chunk, or eight decoding rows, within 8K tokens."""
     end = min(USUAL_CONTEXT, max_context)
     chunk = footprint.step_bytes([max(0, end - num_tokens)], num_tokens)
     return max(_LEAST_TEMPORARIES, chunk, footprint.step_bytes([end - 1] * USUAL_ROWS, 1))
@@ -393,7 +384,7 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
 
 
 class Limits:
-    """Limits, set until `restore` or the end of the process."""
+    """Limits that hold until `restore` or the end of the process."""
 
     def __init__(self, limits: list[tuple[Setter, int]]) -> None:
         self._before: list[tuple[Setter, int]] = []

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
-The cache holds the normed latent and the shared, roped key part, as one head. Few queries move into the latent space
-and read packed blocks; many read the decompressed latent.
+The cache holds the normed latent and the shared, roped key part as one head. Few queries move into the latent space
+and read packed blocks; many read decompressed latents.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MAX_LATENT_QUERIES = 8  # per row
 
 
 def is_expanded(module: nn.Module) -> bool:
-    """DeepSeek-V2's form: the module caches the expanded latent."""
+    """Whether a module has DeepSeek-V2's form, which caches the expanded latent."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_heads")
     return all(part in module for part in _EXPANDED) and all(hasattr(module, size) for size in sizes)
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """The form of `mlx_lm/models/mla.py`: the module caches the latent."""
+    """Whether a module has the form of `mlx_lm/models/mla.py`, which caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of a token's latent, shared key part, and key made of the latent (None if the model caches latents)."""
+    """Sizes of a token's latent, shared key part, and key made of the latent (None if `is_absorbed`)."""
 
     rank: int
     rope: int
@@ -96,7 +96,7 @@ def latent_attention(
 
     Args:
         queries: [B, H, n, nope]; with the rope part if `mask` is None.
-        mask: rope part of the queries times `scale`, [B, H, n, rope].
+        mask: rope part of the queries times `scale`, [B, H, n, rope] (see `StepCache.update_and_fetch`).
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -114,7 +114,7 @@ def latent_attention(
 
 
 def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx.array]:
-    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of latents [1, 1, T, rank + rope]."""
+    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of latents `cached`, [1, 1, T, rank + rope]."""
     latent, k_rope = mx.split(cached, [projections.rank], axis=-1)
     k_nope = projections.keys(latent)
     k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))
@@ -156,7 +156,6 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
-    """Latent part of packed keys, which is whole quantisation groups."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
     leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
     # On CUDA, MLX multiplies contiguous arrays only.
@@ -186,10 +185,7 @@ def attend_latents(
     dtype: mx.Dtype,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention in the latent space by kernels, if usable; [B, H, n, rank].
-
-    `q_rope` [B, H, n, rope] is still to be multiplied with `rope_scale`.
-    """
+    """Attention in the latent space by kernels, if usable; [B, H, n, rank]. `rope_scale` is `q_rope`'s."""
     if q_latent.shape[2] > MAX_LATENT_QUERIES:
         return reference()
     side, prepared = kv.arena.keys, kv.reads.prepared
@@ -243,7 +239,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """For a handle returns zeros [B, H, rope, 1]: attention reads the one in `values`."""
+    """Of a handle makes zeros [B, H, rope, 1]: attention reads the handle in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -283,7 +279,7 @@ def dense_weight(linear: nn.Module) -> mx.array:
 
 
 class ExpandedProjections:
-    """Projections by a `kv_b_proj`: keys, then values, for each head."""
+    """Projections by a `kv_b_proj`: each head's keys, then values."""
 
     def __init__(self, module: nn.Module) -> None:
         self.rank = int(module.kv_lora_rank)
@@ -315,7 +311,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """Stores the latent; the module's keys and values are never evaluated."""
+    """Stores the latent; the module's own keys and values are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset
@@ -325,7 +321,7 @@ class _LatentCache:
         self._projections = projections
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Of keys [B, H, n, nope + rope], the rope part is equal for all heads."""
+        # The rope part is equal for all heads.
         k_rope = keys[:, :1, :, self._projections.nope :]
         kv = self._cache.update(mx.concatenate([self._norm.take()[:, None], k_rope], axis=-1), None)
         handle = Handle(kv, keys.dtype, self._projections)
@@ -358,7 +354,7 @@ def _adapt_expanded(module: nn.Module) -> None:
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Round DeepSeek-V2 modules' latents, each by its own of `round_trips`."""
+    """Round the latents of `is_expanded` modules, each by its own of `round_trips`."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:

@@ -27,7 +27,7 @@ _HOPELESS = 8.0  # times the limit; beyond, measured inexactly
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
 _LEVELS = tuple(BITS.values())
-SAFE = LayerBits(8, 8)  # nearly always within the limit
+SAFE = LayerBits(8, 8)  # nearly always enough
 _MOST_TRIALS = 4  # of mixtures
 _NEAR = 0.75  # share of the limit at which a mixture is good enough
 Layers = Sequence[LayerBits]
@@ -36,8 +36,8 @@ Layers = Sequence[LayerBits]
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    After each pass `find_precision` runs again with all known numbers, also those of an earlier process. `agree` gives
-    the value that all ranks use for a number.
+    After each pass `find_precision` runs again with all numbers, also an earlier process's. `agree` gives the value
+    that all ranks use for a number.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class PrecisionSearch:
 
     @property
     def precision(self) -> Precision | None:
-        """None before the end."""
         return self._precision
 
     @property
@@ -185,7 +184,7 @@ class Measured:
 
 
 class Measurements(Protocol):
-    """Measurements of a model; each costs at most one forward pass. Exceptions end the search."""
+    """Measurements of a model, each by at most one forward pass. Exceptions end the search."""
 
     @property
     def num_layers(self) -> int:
@@ -204,7 +203,7 @@ class Measurements(Protocol):
 def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
-    All layers get the same bits, the fewest within the limit. Then layers are lowered, most bytes per harm first.
+    All layers get the fewest equal bits within the limit. Then layers are lowered, most bytes per harm first.
     """
     search = _Search(model, limit)
     search.run()
@@ -249,7 +248,7 @@ class _Search:
         return divergence
 
     def _lower(self, level: int, at_level: float, failed: float) -> bool:
-        """Lower layers from `level`, if the limit allows. Divergence is `at_level`, one level down `failed`."""
+        """Lower layers while the limit allows; divergence is `at_level`, one level down `failed`."""
         if at_level > _NEAR * self.limit:
             return False
         errors = {bits: self.model.errors(bits) for bits in _LEVELS[max(0, level - 2) : level]}
@@ -275,7 +274,7 @@ class _Search:
             size, error, cost = self.model.size(layer, base), 0.0, 0.0
             for bits in sorted(errors, reverse=True):
                 saved = size - self.model.size(layer, bits)
-                if saved <= 0:  # e.g. bits of values in a layer with keys only
+                if saved <= 0:  # e.g. values in a layer with keys only
                     continue
                 added = max(0.0, errors[bits][layer] - error)
                 cost = max(cost, added / saved)
@@ -291,7 +290,6 @@ class _Search:
 
 
 def _share(sums: Sequence[float], low: int, high: int, more: float) -> int:
-    """Number of steps after `low` whose errors sum up to `more`."""
     if not math.isfinite(more):
         return (high - low) // 2
     fitting = sum(1 for index in range(low + 1, high) if sums[index] - sums[low] <= more)

@@ -44,10 +44,7 @@ class Reference:
 
 
 class PrecisionRuns:
-    """Runs a model on the paged cache, on the model's thread.
-
-    Texts in languages that the model does not know are left out, unless all are.
-    """
+    """Runs a model on the paged cache, on its thread; texts in languages unknown to it count only if all are."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
         self._model = model
@@ -75,7 +72,7 @@ class PrecisionRuns:
     ) -> float:
         """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
-        Once it must exceed `hopeless`, that of the texts read so far; all ranks stop at one text by `agree`.
+        Once it must exceed `hopeless`, only texts so far count; by `agree` all ranks stop at the same text.
         """
         reference = self._reference
         assert reference is not None
@@ -90,7 +87,7 @@ class PrecisionRuns:
         return total / count
 
     def errors(self, bits: LayerBits) -> list[float]:
-        """Relative mean squared change of each layer's output for its input of the reference run."""
+        """Relative mean squared change of each layer's output, for the reference run's input."""
         reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
         trace = _Trace(reference.inputs)
@@ -148,8 +145,6 @@ class PrecisionRuns:
 
 
 class _Trace:
-    """Layer calls; `given` inputs replace those from lower layers."""
-
     def __init__(self, given: Sequence[mx.array | None] | None = None) -> None:
         self.inputs: list[mx.array | None] = []
         self.outputs: list[mx.array] = []
@@ -175,7 +170,7 @@ def _loss(text: Sequence[int], logprobs: mx.array) -> float:
 
 
 def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
+    """Mean divergence of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
     return divergence_of(_log_softmax(reference), logits)
 
 
@@ -185,7 +180,7 @@ def divergence_of(theirs: mx.array, logits: mx.array) -> float:
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
-    """At each position, float64 [n]; NaN if a logit is; may be slightly negative."""
+    """Divergence at each position, float64 [n]; NaN if a logit is; may be slightly negative."""
     parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
@@ -251,7 +246,7 @@ def _as_float32(array: mx.array) -> mx.array:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
-# A coarse cache first spoils answers that depend on single distant words; prose and code depend on all earlier text.
+# A coarse cache first spoils answers that depend on single distant words; prose and code depend on all text.
 _FACTS = (
     "Marc lives in Cairo. Marc wears a silver coat. Alan works at the windmill. Dora has a friend called Nadia. "
     "The ladder is in the barn. Ines likes nuts best. Nadia likes figs best. The watch is in the red box.",

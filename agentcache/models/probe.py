@@ -26,7 +26,7 @@ from agentcache.system.files import read_memo, write_memo
 log = logging.getLogger("agentcache.engine")
 
 _SHARE = 0.9  # of free memory, for the estimate of a probe step
-# On a CPU, where a large model's chunk takes minutes.
+# On a CPU: a large model's chunk takes minutes.
 _MOST_SECONDS, _MOST_WEIGHT_BYTES = 2.0, 256 << 20
 # Tokens of steps that predict a chunk's time; how much faster a chunk's tokens are.
 _PREDICTED_FROM = ((1, 8), (16, 1))
@@ -40,7 +40,7 @@ class Probe:
 
     def __init__(self, file: Path, loaded: LoadedModel, chunk: int) -> None:
         self._file, self._loaded = file, loaded
-        # At least a block: some recurrent layers compute 256 tokens at once.
+        # Some recurrent layers compute 256 tokens at once.
         self._num_tokens = min(max(chunk, BLOCK_SIZE), loaded.max_context)
         self._key = (
             f"{loaded.fingerprint}, {loaded.spec.digest}, {self._num_tokens} of {loaded.max_context} tokens, "
@@ -50,7 +50,8 @@ class Probe:
         self.needs = _as_needs(self._known.get(self._key))
 
     def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
-        """Measure unless the file has the result; never several ranks, which would have to measure together."""
+        """Measure unless the file has the result."""
+        # Several ranks would have to measure together.
         if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
             self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
             if self.needs is not None:
@@ -98,7 +99,7 @@ def measure_steps(
 
 
 class _Slots:
-    """Slots for a step's own tokens; slot 0 is all blocks before, as memory depends on shapes only."""
+    """Slots of a step's own tokens; slot 0 is every earlier block, as memory depends on shapes only."""
 
     def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1
@@ -119,18 +120,17 @@ class _Slots:
         return seconds
 
     def peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """Of several short steps: they differ, and the first finds no recurrent state."""
+        # Short steps differ, and the first finds no recurrent state.
         return max(self._peak(rows, num_tokens, context) for _ in range(_DECODE_RUNS if num_tokens == 1 else 1))
 
     def _peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """Of two steps where the device gets the next one early."""
         runner, lengths = self._runner, [context] * rows
         tables = [[self._table(row, num_tokens, context)] * len(self._pools) for row in range(rows)]
         runner.evaluate()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        for _ in range(1 if device() == NO_DEVICE else 2):
+        for _ in range(1 if device() == NO_DEVICE else 2):  # a device gets the next step early
             reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
             # Reversed, so that they are joined like rows of several steps.
             states = (*reversed(self._states), *[None] * rows)[:rows] if self._has_states else ()

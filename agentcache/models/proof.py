@@ -1,12 +1,9 @@
-"""Proof at load: a model on the paged cache computes what it computes on mlx-lm's own caches.
+"""Proof at load: a model computes the same on the paged cache as on caches that return quantised arrays.
 
-The model runs twice on the same tokens, in steps that cover every path of attention:
-
-1. on caches that quantise keys and values, and return arrays;
-2. on step caches, each layer with its input of the first run, so that errors do not add up.
-
-Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a router's
-choice. Products round by their number of rows, so batches have one size. Windows are cut short: tokens leave them.
+Steps cover every path of attention. On the paged cache, each layer gets its input of the other run: errors do not add
+up. Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a
+router's choice. Products round by their number of rows, so one row runs as copies. Windows are cut short: tokens leave
+them.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ from agentcache.models.step import RowState, join, make_caches, state_of
 _WINDOW = 7
 _TOKEN_IDS = 16  # in every vocabulary
 _TOLERANCE = {mx.float16: 2e-2, mx.bfloat16: 6e-2}
-_PRODUCTS = 10  # allowed in a float32 layer, in errors of one product
+_PRODUCTS = 10  # error of a float32 layer, in errors of one product
 
 
 @cache
 def product_error() -> float:
-    """Largest relative error of this device's float32 products, e.g. 1e-4 for TF32."""
+    """Largest relative error of this device's float32 products, 1e-4 for TF32."""
     left, right = (mx.random.normal((256, 256), key=mx.random.key(number)) for number in range(2))
     exact = np.array(left, np.float64) @ np.array(right, np.float64)
     return float(np.abs(np.array(left @ right) - exact).max() / np.abs(exact).max())
@@ -61,8 +58,6 @@ _NUM_ROWS = 2
 
 @dataclass
 class _Layer:
-    """A layer's call, with attention's results [B, H, n, D]."""
-
     x: mx.array | None
     out: mx.array | None = None
     attended: list[mx.array] = field(default_factory=list)
@@ -72,7 +67,7 @@ _Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """Calls of the model, then of layers; `inputs` replace those from lower layers."""
+    """The model's call, then layers' calls; `inputs` replace those from lower layers."""
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
         self.layers = [_Layer(None)]
@@ -114,11 +109,9 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """Cache of copies of one row that quantises and dequantises.
+    """Cache of one row's copies that quantises and dequantises; `layer` has the proof's window.
 
-    Args:
-        layer: spec with the proof's window; `window` is the model's.
-        nope: leading key values that, as the values, are made of a rounded latent; None without latent.
+    `nope` leading key values, and the values, are made of an already rounded latent; None if no latent is expanded.
     """
 
     def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
@@ -210,7 +203,7 @@ class Proof:
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """Of the whole model, then of each layer, a lazy pair per step."""
+        """A lazy pair per step: of the model, then of each layer."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))

@@ -33,7 +33,7 @@ Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 class Started:
     """Work that the device got in one call; `last` is an array to wait for.
 
-    By `time.perf_counter`, the device could begin at `began_at`, and was known to be done at `done_at`.
+    By `time.perf_counter`, it could begin at `began_at` and was known to be done at `done_at`.
     """
 
     last: mx.array | None
@@ -47,9 +47,9 @@ class ModelRunner:
     Up to two steps are in flight. The device works in order, and a step that writes with kernels
     (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
 
-    - A slot of an ended request is reused at once. A step in flight may still write there: later steps write after it,
-      and a row reads only places that its request has written.
-    - MLX assigns to a part of an arena in place only if no step in flight reads it, and else copies all of it. So
+    - A slot of an ended request is reused at once, though a step in flight may still write there: later steps write
+      after it, and a row reads only places that its request has written.
+    - MLX assigns to a part of an arena in place only if no step in flight reads it; else it copies the arena. So
       assignments start while the device is idle.
     """
 
@@ -86,7 +86,7 @@ class ModelRunner:
         self.forward_tokens = 0
 
     def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
-        """Block reads of a step of `num_tokens` per row, after `lengths`, by cache group; None below layer `cut`.
+        """Block reads of a step by cache group; None below layer `cut`.
 
         `tables` have the step's tokens reserved; below `cut` they may begin anywhere.
         """
@@ -103,7 +103,7 @@ class ModelRunner:
         ]
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
-        """Open residual KV, which follows `pools` until `close_residual`."""
+        """Open residual KV that follows `pools` until `close_residual`."""
         measures = bool(self.base.measures)
         arenas = ResidualArenas(
             spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
@@ -232,12 +232,12 @@ class ModelRunner:
         self.wait()
 
     def release_buffers(self) -> None:
-        """Free a large step's temporaries, which on a Mac other programs lack."""
+        """Free a large step's temporaries, which other programs of a Mac lack."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
     def give_back(self) -> None:
-        """Fit memory to the cache's slots."""
+        """Fit memory to the cache's slots; return the rest to the system."""
         self.base.fit()
         mx.clear_cache()
         give_back_freed()

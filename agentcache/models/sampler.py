@@ -19,7 +19,7 @@ from agentcache.api.sampling import SamplingParams
 
 REPETITION_CONTEXT = 64  # tokens
 _SMALLEST_TEMPERATURE = 1e-5  # below, log probabilities leave float32
-_SMALLEST_TOP_P = 1e-6  # keeps the best token
+_SMALLEST_TOP_P = 1e-6  # so that the best token stays
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 _NO_TOP_P = 2.0  # above any rounded sum of probabilities
 
@@ -75,7 +75,7 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """From seed and position only."""
+        """Random key of a token, from seed and position only."""
         high, low = self._key
         return high, (low + position) % 2**32
 
@@ -149,7 +149,6 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]
-# A key per row.
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
 
 
@@ -209,13 +208,13 @@ def _penalised(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.arra
 
 
 def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """OpenAI's penalties: a token generated c > 0 times loses c * frequency + presence."""
+    """OpenAI's: a token generated c > 0 times loses c * frequency + presence."""
     members = [i for i, row in enumerate(rows) if row.sampler.counts_tokens and row.position > 0]
     if not members:
         return logits
     index = mx.array(members)
     counts = mx.zeros((len(members), logits.shape[-1]))
-    # `last` is in no count: the device may still be choosing it.
+    # Counts lack `last`: the device may still be choosing it.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
     known = [(member, rows[i].counts) for member, i in enumerate(members) if rows[i].counts]
     if known:
@@ -271,7 +270,7 @@ class TokenScore:
 
 
 class Scores:
-    """Log probabilities of tokens [n] and the `count` most likely, before temperature and truncation."""
+    """Log probabilities of tokens [n] and of the `count` best, before temperature and truncation."""
 
     def __init__(self, logits: mx.array, tokens: mx.array, count: int) -> None:
         logprobs = log_softmax(logits)

@@ -72,7 +72,7 @@ class Shards:
                         )
 
     def spec(self, spec: CacheSpec) -> CacheSpec:
-        """Spec of this rank, whose blocks match no others'. Raises UnsupportedModel: recurrent state."""
+        """Spec of this rank, whose blocks match no other rank's. Raises UnsupportedModel: recurrent state."""
         if spec.recurrent:
             raise UnsupportedModel(f"{spec.model_type} keeps recurrent state, which is not spread over ranks")
         return replace(spec, rank=f"{self.rank} of {self.size}")
@@ -92,7 +92,7 @@ class Shards:
         return replace(modules, linears=linears, targets=targets)
 
     def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
-        """This rank's part of matrices, like `linear`, its part of the module."""
+        """This rank's part of an adapter's matrices; `linear` is its part of the module."""
         own = _Shape.of(linear)
         a, b = pair.a, pair.b
         if own.in_dim < a.shape[0]:
@@ -114,7 +114,6 @@ class ShardedAdapters(ModelAdapters):
         return super()._put(name, self._shards.cut(name, pair, self._wrap(name).original))
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """Summed over ranks if the module sums its own output."""
         delta = super()._delta(rows, name, x, pairs)
         if isinstance(self._wrap(name).original, _ADDS_UP):
             return mx.distributed.all_sum(delta, group=self._shards.group)

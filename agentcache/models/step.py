@@ -31,11 +31,10 @@ class StepInputs:
 
     Args:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
-        lengths: tokens of each row before the step.
-        reads, writes: by cache group, None below `hidden_states.cut`; empty on other caches.
+        lengths: tokens before the step, by row.
+        reads, writes: by cache group, None below `hidden_states.cut`; empty if the caller makes the caches.
         model: replaces base.
-        adapters: by row; empty for base alone.
-        hidden_states: for one row by base.
+        hidden_states: only for one row by base.
         states: by row, None before its first token; empty without recurrent layers.
         residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`.
     """
@@ -53,7 +52,7 @@ class StepInputs:
 
     @cached_property
     def offset(self) -> int | mx.array:
-        """Of each row's first token: an int for one row, else int32 [B]."""
+        """Position of a row's first token: int for one row, else int32 [B]."""
         return self.lengths[0] if len(self.lengths) == 1 else mx.array(self.lengths, mx.int32)
 
     @cached_property
@@ -63,7 +62,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs:
-    """Lazy results: logits [B, n or 1, vocabulary], and a state per row, even if empty."""
+    """Lazy results: logits [B, n or 1, vocabulary], and each row's state, even if empty."""
 
     logits: mx.array
     states: Sequence[RowState]
@@ -115,7 +114,7 @@ class RowState:
 
 
 def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> BatchState | None:
-    """Join the rows' states (None before a row's first token), without a copy if they are one whole batch in order."""
+    """Join the rows' states, without a copy if they are one whole batch in order."""
     present = [row for row in rows if row is not None]
     if not present:
         return None

@@ -1,7 +1,7 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
-On a fast device, steps wait for Python. So a plain decode step (`_is_plain`), with all attention by kernels, is traced
-(`mx.compile`), with all that changes between steps as inputs.
+On a fast device, steps wait for Python. So a plain decode step (`_is_plain`) is traced (`mx.compile`), with all that
+changes between steps as inputs, if all attention is by kernels, which write into arenas themselves.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StepTraces:
         self._put = put
         self._kinds: list[_Kinds] = []  # by group
         self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
-        self._proved: set[bool] = set()  # True for several rows, False for one
+        self._proved: set[bool] = set()  # whether of several rows
         self._is_off = False
         self.replayed = 0
 
@@ -91,7 +91,7 @@ class StepTraces:
         self._traces.move_to_end(key)
         try:
             logits = self._replay(key, step, groups)
-        except Exception as error:  # a model may fail on an array as position
+        except Exception as error:  # a model may not take an array as position
             self._give_up(f"{error!s:.200}")
             return lay_out()
         is_batch = len(step.lengths) > 1

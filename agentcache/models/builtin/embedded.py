@@ -39,7 +39,7 @@ def embedded_config() -> dict[str, Any]:
 
 
 def embedded_model_path(home: Path) -> Path:
-    """Folder of the embedded model under `home`, named by content, made on first use (19 MB). Raises StoreError."""
+    """Folder of the model under `home`, named by content, made on first use (19 MB). Raises StoreError."""
     packaged = {name: embedded_file(name) for name in (*TEXT_FILES, "config.json", WEIGHTS_FILE)}
     folder = home / "models" / f"embedded-{_digest(packaged)[:8]}"
     try:

@@ -13,18 +13,18 @@ from safetensors.numpy import save
 
 from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file, make_folder
 
-_RECIPE = 2  # raise it whenever the weights of the same config change
+_RECIPE = 2  # raise it when weights of the same config change
 _SEED = 1
 _NORM_SPREAD = 0.3
 _EMBEDDING_SIZE = 0.1  # layers add 1.0: text depends on context
-_HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
+_HEAD_NORM = 1.6  # sharp attention: each token of a long context matters
 _QUIET = 0.02  # embeddings of tokens to avoid
 
 
 def random_model_path(home: Path, **shape: int) -> Path:
-    """Folder of such a model under `home`, named by its recipe, made on first use. Raises OSError.
+    """Folder of a random model under `home`, made on first use. Raises OSError.
 
-    `shape` changes entries of the embedded model's config, such as `num_hidden_layers`.
+    `shape` changes entries of the embedded model's config.
     """
     config = embedded_config() | shape
     folder = home / "models" / f"random-{_digest(config)[:8]}"
@@ -83,7 +83,7 @@ def _draw(bits: np.random.PCG64, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _noise(bits: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform float32 of variance 1, from raw bits: numpy's distributions may change between versions."""
+    # Uniform, of variance 1, from raw bits: numpy's distributions may change.
     raw = bits.random_raw(int(np.prod(shape))) >> np.uint64(40)
     uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     return (uniform * np.float32(3**0.5)).reshape(shape)

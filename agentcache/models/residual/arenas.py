@@ -1,4 +1,4 @@
-"""RAM for the residual KV of an adapter or family; its divergence."""
+"""RAM for the residual KV of an adapter or family, and its divergence."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class ResidualArenas(CacheArenas):
 
     A family's measures depend on the reading adapter and are not saved.
 
-    Attributes:
-        measured: group of the measures, which are sums over the whole model.
-        saturated: int32 [], number of NaNs and values too large for float16.
+    `saturated` counts NaNs and values too large for float16, int32 [].
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class ResidualArenas(CacheArenas):
         super().__init__(spec, pools, wait, evaluate, room=room)
         self.is_family = is_family
         self.saturated = mx.array(0, mx.int32)
-        # A group without a window keeps all blocks.
+        # Measures, sums over the model, are in a group that keeps all blocks: one without a window.
         self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
         if measures:
             self.measures[self.measured] = TokenMeasures("divergence", 4)
@@ -60,7 +58,7 @@ class ResidualArenas(CacheArenas):
         return name in self._named
 
     def saturate(self, x: mx.array) -> mx.array:
-        """As float16; counts NaNs, which become 0, and large values."""
+        """Return `x` as float16; count NaNs, which become 0, and large values."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
@@ -72,7 +70,7 @@ class ResidualArenas(CacheArenas):
             super().put_extras(group, block_id, num_tokens, extras)
 
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Sums over a prompt's known tokens, float64 [4], and their number; of a family's only over the last."""
+        """Sums over a prompt's known tokens (a family's last one), float64 [4], and their number."""
         if not self.measures:
             return np.zeros(4), 0
         self.fit()
@@ -83,14 +81,14 @@ class ResidualArenas(CacheArenas):
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence over some tokens, relative to their own KV (`StepMeasures`)."""
+    """Divergence over some tokens (`StepMeasures`)."""
 
     value: float
     num_tokens: int
 
     @classmethod
     def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
-        """From difference and own energy of keys, then of values."""
+        """From sums: difference and own energy of keys, then of values."""
         if not num_tokens:
             return None
         keys, own_keys, values, own_values = sums

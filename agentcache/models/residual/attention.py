@@ -163,7 +163,6 @@ def _scores(
 def _factor(
     side: SideArena, row: RowResidualKV, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
 ) -> mx.array:
-    """ρ of a family's member."""
     return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)
 
 
@@ -173,7 +172,7 @@ def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, tr
 
 
 def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
-    """Whether rows run together, on a CPU, where pieces are slow: no adapter acts on keys."""
+    """Whether rows can run together: no adapter acts on keys. Only on a CPU, where pieces are slow."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
@@ -184,7 +183,7 @@ def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: Atten
 def attention_on_values(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
-    """`overlaid_attention` of such rows. A chunk reads values with residuals already added."""
+    """`overlaid_attention` if `acts_on_values`; a chunk reads values with residuals added."""
     if queries.shape[2] <= MAX_PACKED_QUERIES:
         return _of_few_tokens(queries, arena, residual_kv, options)
     done = []
@@ -206,7 +205,6 @@ def _of_few_tokens(
 
 
 def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
-    """See `packed_attention`."""
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
     of_rows = {row.row: row for row in residual_kv.rows}

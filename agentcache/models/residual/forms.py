@@ -50,7 +50,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class ResidualSupport:
-    """Whether a model can have residuals; plain data for all threads."""
+    """Whether a model can have residuals, for any thread."""
 
     refusal: str = ""
     normed: frozenset[int] = frozenset()
@@ -91,7 +91,7 @@ def _adapter_refusal(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ResidualForms:
-    """Layer forms by index; none after a refusal."""
+    """Forms of layers by index; none after a refusal."""
 
     support: ResidualSupport
     layers: Mapping[int, LayerForm] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class _Unfit(Exception):
 
 
 def find_forms(model: nn.Module, inspection: Inspection, modules: TargetModules) -> ResidualForms:
-    """Inspect a model, and run it on a few tokens."""
+    """Find a model's layer forms by running it on a few tokens."""
     try:
         _check_caches(inspection, len(model.layers))
         parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in inspection.layers]
@@ -189,7 +189,7 @@ def _proved(model: nn.Module, inspection: Inspection, parts: Sequence[_Parts]) -
 
 
 class _TwinCache:
-    """Cache of two rows that both attend to the first row's KV, so that layers' inputs are equal."""
+    """Both rows attend to the first row's KV, so that layers' inputs are equal."""
 
     def __init__(self) -> None:
         self.offset = _OFFSET
@@ -204,12 +204,12 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """Adds noise to the second of two equal rows; notes the first's output and the noise."""
+    """Adds noise to the second of two equal rows."""
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
         super().__init__(original)
         self._key = key
-        self.noted: list[mx.array] = []
+        self.noted: list[mx.array] = []  # the first row's output, the noise
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.original(x)

@@ -33,7 +33,7 @@ def attention_by_kernels(
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention over rows of one adapter, [rows, H_q, n, D]."""
+    """Attention over rows of one adapter, by kernels if usable; [rows, H_q, n, D]."""
     first = rows[0]
     if fused.why_none() or not fused.is_pair(arena):
         return reference()
@@ -94,11 +94,11 @@ def _decoded(
 
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
-    """A row's memory is free before the next begins."""
     assert arena.values is not None
     done: list[mx.array] = []
     for row in rows:
         q = queries[row.row : row.row + 1]
+        # A row's memory is free before the next begins.
         q = mx.depends([q], [done[-1]])[0] if done else q
         keys = _unpacked(q, arena.keys, row, _key_side(row, arena))
         values = _unpacked(q, arena.values, row, _value_side(row))
@@ -156,7 +156,7 @@ class Turning:
     """Tables of one rope for kernels, found by running it on keys of `dim` values.
 
     Kernels rotate a key by its place in a tile, then by the tile's position; `why_not` says if the rope forbids that.
-    Of the rotated `pairs`, `interleaved` ones are neighbours, others half of the rotated values apart.
+    `interleaved` pairs are neighbours, else half of the rotated values apart.
     """
 
     def __init__(self, rope: Rope, dim: int) -> None:
@@ -194,12 +194,12 @@ class Turning:
             return 0, False
         partner = int(np.flatnonzero(moved[sources[0]])[0] - sources[0])
         if partner == 1:
-            # Unrotated pairs may count as rotated by 0.
+            # Unrotated pairs count as rotated by 0.
             return min(self._dim // 2, -(-(int(sources[-1]) + 1) // 16) * 8), True
         return partner, False
 
     def _angles(self, positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines of all pairs, times the gain, [N, pairs]."""
+        """Cosines and sines, times the gain, [N, pairs]."""
         firsts, seconds = self._sides()
         ones = np.zeros((len(positions), self._dim))
         ones[:, firsts] = 1.0

@@ -49,7 +49,7 @@ class KeyForm:
     def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
         """Adapter's addition to base's cached keys, float32 [N, H_kv, n, D].
 
-        Of x·A·B [N, n, H_kv, D], ρ with the adapter [N, n, H_kv] (None without a norm) and first positions, int32 [N].
+        `delta` is x·A·B, [N, n, H_kv, D]; `factor` is ρ with the adapter, [N, n, H_kv]; `starts` are int32 [N].
         """
         if self.norm is not None and factor is not None:
             delta = delta * self.norm.weight * factor[..., None]
@@ -57,12 +57,10 @@ class KeyForm:
         return rotated
 
     def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
-        """ρ of keys with an adapter, [N, n, H_kv], from cached keys without it, for a family.
+        """ρ of a family's keys with an adapter, [N, n, H_kv], from cached keys `base`, float32 [N, H_kv, n, D].
 
         For a key k and its addition d, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without` gives mean(k²) + eps.
         Cached keys are ρ_base * R(γk), and R is a rotation up to its gain: R(γk) · R(d / (γ gain²)) = k · d.
-
-        `base` are cached keys, float32 [N, H_kv, n, D].
         """
         assert self.norm is not None
         rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
@@ -73,7 +71,7 @@ class KeyForm:
 
     @cached_property
     def _inverse(self) -> mx.array:
-        """1 / (γ gain²), [D]; 0 where γ is 0, as no cache has that part of k."""
+        """1 / (γ gain²), [D]; 0 where γ is 0: no cache has that part of k."""
         assert self.norm is not None
         weight = self.norm.weight
         unit = mx.eye(weight.shape[0])[None, :, None]
@@ -110,12 +108,7 @@ class KernelMatrices:
 
 @dataclass(frozen=True, eq=False)
 class RowResidualKV:
-    """One residual row in one layer.
-
-    Args:
-        residual_slots, residual_ids: slots beside the blocks read; as int32 [num_blocks].
-        key_norms: a family's are those without adapter.
-    """
+    """One residual row in one layer; `residual_ids` are the slots beside the blocks read, int32 [num_blocks]."""
 
     row: int
     reads: Reads
@@ -134,7 +127,7 @@ class LayerResidualKV:
 
     Args:
         rows: with residuals; those of one adapter are neighbours with the same `matrices`.
-        order: index of each row in plain rows followed by `rows`; int32 [B].
+        order: each row's index in plain rows followed by `rows`; int32 [B].
         reads: of all rows, in step order.
     """
 

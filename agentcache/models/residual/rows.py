@@ -1,7 +1,7 @@
-"""Residual rows of a step: they read base's KV plus the residual KV of their adapter, and write no KV.
+"""Residual rows of a step read base's KV plus their adapter's residual KV, and write no KV.
 
-For their tokens, modules that make keys and values return base's weights times the row's input; the adapter's addition
-is kept apart, as x·A. In a family (equal A matrices), base rows make x·A.
+For their tokens, modules that make keys and values return base's weights times the row's input; the adapter's x·A is
+kept apart. In a family (equal A matrices), base rows make it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from agentcache.models.residual.spec import Side, key_a_name, key_norms_name, va
 class ResidualRow:
     """A row that reads residual KV, or a base row that only produces it.
 
-    Args:
-        tables: by group of `arenas`, with the step's tokens reserved.
-        source: row whose x makes x·A: base's for a family; None for itself.
+    `tables` are by group of `arenas`, with the step's tokens reserved; row `source` makes x·A (None: itself).
     """
 
     row: int
@@ -92,7 +90,7 @@ def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, 
 
 @dataclass
 class _Captured:
-    """A row's residuals in a layer, float16: x·A, [1, n, r]; key norms, [1, n, H_kv, 1 or 2]."""
+    """Float16: x·A, [1, n, r]; key norms, [1, n, H_kv, 1 or 2]."""
 
     key_a: mx.array | None = None
     key_norms: mx.array | None = None
@@ -100,7 +98,7 @@ class _Captured:
 
 
 class ResidualRows:
-    """Residual rows of one step, and residuals produced so far; `writers` write KV, `readers` read residuals."""
+    """Residual rows of one step; `writers` write base's KV, `readers` read residuals."""
 
     def __init__(
         self,
@@ -150,7 +148,6 @@ class ResidualRows:
         return self._matrices[key]
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
-        """ρ of keys [1, n, H_kv * D], without and with `delta`."""
         assert form.key_form.norm is not None
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
@@ -158,7 +155,6 @@ class ResidualRows:
         return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
 
     def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
-        """Key and value columns of residual rows, bool [B, 1, width]."""
         columns = mx.zeros(width, mx.bool_)
         for side in (form.keys, form.values):
             if side.module == name:

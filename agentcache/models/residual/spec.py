@@ -1,6 +1,6 @@
 """Parts of an adapter that act on keys and values, and the layout of their residual KV: x·A, before rope.
 
-Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053).
+Adapters with equal A matrices can share it, as a family (LRAgent, arXiv 2602.01053).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """Columns of a module's output that are keys, or values, and the components of its rank that act on them."""
+    """Columns of a module's output that are keys, or values; `components` of the rank act on them."""
 
     module: ModuleName
     begin: int
@@ -34,7 +34,7 @@ class Side:
 
 @dataclass(frozen=True)
 class AdapterSides:
-    """An adapter's parts, by changed layer; `unsplit` is an adapted module that makes keys or values otherwise."""
+    """An adapter's parts by changed layer; `unsplit` is an adapted module that makes KV in another way."""
 
     keys: Mapping[int, Side] = field(default_factory=dict)
     values: Mapping[int, Side] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class AdapterSides:
 def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side | None:
     """Part of `pair` (numpy arrays) that acts on columns `begin` to `end`.
 
-    In a fused module the matrix decides; all zeros, as before training, act on all columns.
+    In a fused module B decides; all zeros, as before training, act on all columns.
     """
     is_whole = begin == 0 and end == pair.b.shape[1]
     acts = np.ones(pair.rank, bool) if is_whole or not pair.b.any() else pair.b[:, begin:end].any(axis=1)
@@ -53,13 +53,13 @@ def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side |
 
 
 def is_split(name: ModuleName) -> bool:
-    """Whether a module's part in keys or values can be kept apart from base's."""
+    """Whether a module's part in KV can be kept apart from base's."""
     return name.path.rpartition(".")[2] in _SPLIT
 
 
 @dataclass(frozen=True)
 class ResidualLayer:
-    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; `normed` keys, by head."""
+    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; keys are `normed` by head."""
 
     index: int
     key_rank: int
@@ -69,7 +69,7 @@ class ResidualLayer:
 
 @dataclass(frozen=True)
 class ResidualShape:
-    """Residual KV of a model computing in `dtype`: at least one layer, in order; of a family, x is base's."""
+    """Residual KV of a model computing in `dtype`, by layer, in order; a family's x is base's."""
 
     layers: tuple[ResidualLayer, ...]
     dtype: str
@@ -95,7 +95,7 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """The spec beside `base`, with its names and windows."""
+    """Spec beside `base`, with its names and windows."""
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
     for group in base.groups:
