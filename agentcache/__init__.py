@@ -43,7 +43,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load an exported name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("LLM", "Completion"):

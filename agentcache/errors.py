@@ -1,37 +1,4 @@
-"""Errors that agentcache raises on purpose.
-
-AgentCacheError
-├── RequestError
-│   ├── InvalidRequest
-│   ├── ContextLengthExceeded    prompt longer than the model's context
-│   ├── UnsupportedAdapter       the adapter needs an unsupported feature
-│   │   └── UnreadableAdapter    no readable adapter at its path
-│   ├── UnsupportedPolicy        model or adapter cannot share its cache in that way
-│   ├── Unauthorized
-│   ├── NotFound
-│   ├── Conflict
-│   ├── RequestTooSlow           the request did not arrive in time
-│   ├── PayloadTooLarge
-│   ├── Overloaded               queue full, memory short, or shutting down
-│   ├── AgentUnavailable         files of the agent cannot be read now; they stay
-│   └── RequestTimedOut
-├── ConfigError
-├── UnsupportedModel
-├── CacheFolderInUse
-├── StoreError
-│   ├── DiskBudgetExceeded
-│   ├── BlocksLost               another program removed files from the cache folder
-│   └── FileUnavailable          a cache file cannot be read now, or a newer release wrote it; it stays
-├── BlockRejected                a cache file failed verification
-├── BlockMissing                 a cache file does not exist
-├── OutOfBlocks                  the RAM budget has no free block
-│   └── OutOfMemory              the budget has room, but the machine has no memory
-├── RequestCancelled
-├── EngineStopped                the engine thread has ended
-│   └── RankLost                 another rank has exited or timed out
-├── InternalError                unexpected failure of a library or component; details in the log
-└── BrokenInvariant              a bug in agentcache
-"""
+"""Errors that agentcache raises on purpose."""
 
 from __future__ import annotations
 
@@ -59,18 +26,24 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
+    """Prompt longer than the model's context."""
+
     code = "context_length_exceeded"
 
 
 class UnsupportedAdapter(RequestError):
+    """The adapter needs an unsupported feature."""
+
     code = "adapter_unsupported"
 
 
-class UnreadableAdapter(UnsupportedAdapter):
+class UnreadableAdapter(UnsupportedAdapter):  # no readable adapter at its path
     pass
 
 
 class UnsupportedPolicy(RequestError):
+    """Model or adapter cannot share its cache in that way."""
+
     code = "policy_unsupported"
 
 
@@ -89,6 +62,8 @@ class NotFound(RequestError):
 
 
 class RequestTooSlow(RequestError):
+    """The request did not arrive in time."""
+
     status = 408
     code = "request_too_slow"
     type = "timeout_error"
@@ -107,12 +82,16 @@ class PayloadTooLarge(RequestError):
 
 
 class Overloaded(RequestError):
+    """Queue full, memory short, or shutting down."""
+
     status = 503
     code = "overloaded"
     type = "overloaded_error"
 
 
 class AgentUnavailable(RequestError):
+    """Its files cannot be read now; they stay."""
+
     status = 503
     code = "agent_unavailable"
     type = "server_error"
@@ -152,27 +131,27 @@ class DiskBudgetExceeded(StoreError):
         self.num_bytes = num_bytes
 
 
-class BlocksLost(StoreError):
+class BlocksLost(StoreError):  # another program removed files from the cache folder
     pass
 
 
-class FileUnavailable(StoreError):
+class FileUnavailable(StoreError):  # a cache file cannot be read now, or a newer release wrote it; it stays
     pass
 
 
-class BlockRejected(AgentCacheError):
+class BlockRejected(AgentCacheError):  # a cache file failed verification
     pass
 
 
-class BlockMissing(AgentCacheError):
+class BlockMissing(AgentCacheError):  # a cache file does not exist
     pass
 
 
-class OutOfBlocks(AgentCacheError):
+class OutOfBlocks(AgentCacheError):  # the RAM budget has no free block
     pass
 
 
-class OutOfMemory(OutOfBlocks):
+class OutOfMemory(OutOfBlocks):  # the budget has room, but the machine has no memory
     pass
 
 
@@ -180,17 +159,17 @@ class RequestCancelled(AgentCacheError):
     pass
 
 
-class EngineStopped(AgentCacheError):
+class EngineStopped(AgentCacheError):  # the engine thread has ended
     pass
 
 
-class RankLost(EngineStopped):
+class RankLost(EngineStopped):  # another rank has exited or timed out
     pass
 
 
-class InternalError(AgentCacheError):
+class InternalError(AgentCacheError):  # unexpected failure of a library or component; the log has details
     pass
 
 
-class BrokenInvariant(AgentCacheError):
+class BrokenInvariant(AgentCacheError):  # a bug in agentcache
     pass

@@ -73,7 +73,7 @@ class ServerProcess:
         self.close()
 
     def start(self) -> None:
-        """Also after `kill`, at the same address. Raises ServerNotStarted."""
+        """Start the server, also again after `kill`. Raises ServerNotStarted."""
         try:
             self._start()
             self._wait_until_ready()
@@ -136,7 +136,6 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without AGENTCACHE_* and the user's config."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
     paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}

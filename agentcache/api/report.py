@@ -46,7 +46,7 @@ class TokenLogprob:
     """Log probability of a token under the model, before temperature and truncation.
 
     `data`: bytes, maybe part of a character; a control token's name. `logprob`: None for a prompt's first token.
-    `top`: most likely tokens, best first, as (token id, bytes, logprob). `shown`: false for generated control tokens.
+    `top`: (token id, bytes, logprob), best first. `shown`: false for generated control tokens.
     """
 
     token_id: int
@@ -119,7 +119,6 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """Cached prompt tokens, for OpenAI's and Anthropic's `usage`."""
         return self.cached_tokens.own + self.cached_tokens.shared
 
 
@@ -127,8 +126,8 @@ class Report:
 class Update:
     """One piece of a running completion. The first describes the prompt; the last has the report, after the save.
 
-    `choice`: index of the answer. `markers`: control tokens that structure a reply, with their offsets in `text`.
-    `prompt_end`: last characters of a chat's prompt, as marked text.
+    `markers`: control tokens that structure a reply, with offsets in `text`. `prompt_end`: last characters of a chat's
+    prompt, as marked text.
     """
 
     text: str = ""
@@ -155,10 +154,10 @@ class LineageInfo:
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
+    """One agent as in `GET /v1/agents`. If `unavailable` has a reason, other fields are unknown.
 
-    Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
-    Residual bytes are parts of `ram_bytes` and `disk_bytes`. If `unavailable` has a reason, other fields are unknown.
+    Tokens, blocks and cache state are of its longest lineage; bytes of all, with shared blocks in full. Residual bytes
+    are parts of `ram_bytes` and `disk_bytes`.
     """
 
     id: str

@@ -73,16 +73,16 @@ class Request:
     """One completion to run.
 
     Args:
-        agent: durable agent whose memory this extends; None leaves no memory on disk.
-        lineage: lineage to continue; None for the one with the longest common prefix.
+        agent: None leaves no memory on disk.
+        lineage: None for the one with the longest common prefix.
         n: number of answers; only the first leaves memory.
-        salt: requests with different salts never share a block.
-        priority: None for background if nothing is generated (a warm-up), else interactive.
+        salt: different salts never share a block.
+        priority: None for background if nothing is generated, else interactive.
         adapter: None for the agent's own, or base.
         policy: None for the agent's or the adapter's own.
-        invocation_start: first token on which an activated adapter acts; None for its invocation's last occurrence.
-        invocation_optional: whether base answers a prompt without the invocation, instead of an error.
-        reading: parser of the answer; `sampling.stop` applies to its text, not to thoughts and calls.
+        invocation_start: first token on which an activated adapter acts; None for its last invocation.
+        invocation_optional: without an invocation, base answers instead of an error.
+        reading: `sampling.stop` applies to the answer's text, not to thoughts and calls.
     """
 
     request_id: str

@@ -28,18 +28,17 @@ class SamplingParams:
 
     Args:
         max_tokens: 0 only caches the prompt; None for the rest of the context.
-        temperature: 0 is greedy and deterministic.
+        temperature: 0 is greedy.
         top_p, top_k, min_p: disabled by 1.0, 0 (or -1) and 0.0.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens.
         frequency_penalty, presence_penalty: as OpenAI's.
         logit_bias: added to the logits, by token id; unknown ids are ignored.
         min_tokens: before the end of sequence and `stop` apply (as vLLM's).
-        stop: strings that end the text, without being part of it.
-        logprobs: number of alternatives per token; 0 for the chosen token only, None for no logprobs.
-        prompt_logprobs: computes all of the prompt.
+        stop: not part of the text.
+        logprobs: alternatives per token; 0 for the chosen one only, None for none.
+        prompt_logprobs: computes the whole prompt.
 
-    Raises:
-        InvalidRequest: a value of another type, or outside `BOUNDS`.
+        Raises InvalidRequest: a value of another type, or outside `BOUNDS`.
     """
 
     max_tokens: int | None = None

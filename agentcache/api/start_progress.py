@@ -17,7 +17,7 @@ LOG_SECONDS = 5.0  # between lines of one phase
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a start, such as "reading the weights"; `done` and `total` are 0 if not countable."""
+    """One phase of a start; `done` and `total` are 0 if not countable."""
 
     doing: str
     done: int = 0

@@ -51,9 +51,8 @@ class Traffic:
 class CacheStats:
     """Counters since start, and the state of RAM, disk and queues. `/metrics` exports the annotated fields.
 
-    The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity.
-    Blocks include residual KV. `disk_bytes_by` is by content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache.
-    Seconds are device time.
+    `ram_bytes`, `adapter_ram_bytes` and `trunk_ram_bytes` are capacity; the RAM budget is for the first two. Blocks
+    include residual KV. `disk_bytes_by` is by content, `evicted_blocks` by cache. Seconds are device time.
     """
 
     ram_bytes: int
@@ -130,7 +129,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """Likewise, those that hold data."""
+        """Of these, bytes that hold data."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,

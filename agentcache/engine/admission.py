@@ -74,10 +74,9 @@ class Admission:
             self._begin_state(running)
 
     def _begin_state(self, running: RunningRequest) -> None:
-        """Arrays are values: once loaded, the checkpoint's slot is free."""
         sequence = running.open_plan.sequence
         if sequence.state is not None:
-            running.progress.begin(self._device.row_state(sequence.state))
+            running.progress.begin(self._device.row_state(sequence.state))  # values: the slot may go
             self._cache.checkpoints.release_start(sequence)
 
     def _restore(self, running: RunningRequest, due: Sequence[tuple[str, BlockTables]]) -> None:
@@ -110,7 +109,7 @@ class Admission:
         self._requests.move(running, State.RUNNING if restored.complete else State.WAITING)
 
     def reserve(self, running: RunningRequest, num_tokens: int) -> int:
-        """Reserve blocks for `num_tokens`, halved until they fit. Returns 0 if the request must wait or has ended."""
+        """Reserve blocks for `num_tokens`, or fewer; return their number, 0 if the request waits or has ended."""
         while running.state is State.RUNNING:
             cache = self._base
             try:
@@ -156,7 +155,6 @@ class Admission:
         self._end(running, FinishReason.LENGTH if running.num_generated else error)
 
     def preempt(self, running: RunningRequest) -> None:
-        """Queue it again; tokens without cached blocks are recomputed."""
         self.abandon_sequence(running)
         self._scheduler.preempt(running)
 

@@ -16,7 +16,7 @@ from agentcache.plans.plan import Pass
 
 @dataclass(frozen=True)
 class BatchRow:
-    """`is_complete`: the row computes the last known token, so the next is chosen."""
+    """One row; complete if it computes the last known token, so that the next is chosen."""
 
     running: RunningRequest
     work: Pass
@@ -44,7 +44,7 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """`token`: None if the row is not complete. `prompt_scores` follow computed tokens."""
+    """One row's result. `token`: None unless it is complete. `prompt_scores`: of the tokens after computed ones."""
 
     row: BatchRow
     token: int | None
@@ -78,7 +78,7 @@ class Choice:
         return Choice(rows, ends, self._logits[index], self._last[index], scored)
 
     def late(self, seconds: float) -> list[int]:
-        """Wait up to `seconds` for all masks. Returns the rows without one."""
+        """Wait up to `seconds` for all masks. Returns the rows whose mask is late."""
         until, late = time.perf_counter() + seconds, list[int]()
         for place, row in enumerate(self.rows):
             following = row.running.output.matcher
@@ -196,7 +196,6 @@ class Batch:
 
     @property
     def began_at(self) -> float:
-        """When the device could begin. Valid after `start`."""
         assert self._started is not None
         return self._started.began_at
 

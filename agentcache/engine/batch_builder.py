@@ -78,7 +78,7 @@ class BatchBuilder:
     def _inputs(
         self, rows: Sequence[RunningRequest], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
-        """Ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
+        """Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         choice = None if before is None else before.choice

@@ -61,7 +61,7 @@ class Device(Protocol):
     def copied_blocks(self) -> int: ...
 
     def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
-        """The part of a plan (tokens by request) that fits in memory."""
+        """See `MemoryGuard.limit`."""
 
     def prepare(self, running: RunningRequest) -> None:
         """Make its sampler."""
@@ -76,7 +76,7 @@ class Device(Protocol):
         """Copy before any later step reads the blocks."""
 
     def row_state(self, slot: int) -> RowState:
-        """A checkpoint."""
+        """Load a checkpoint."""
 
     def keep_state(self, slot: int, state: RowState) -> None:
         """Store a checkpoint."""

@@ -109,7 +109,7 @@ class Engine:
         self._keep_precision = parts.keep_precision
 
     def close(self) -> None:
-        """Finish queued writes, release the cache folder. Run posted functions first, until nothing `is_writing`."""
+        """Finish queued writes and release the cache folder. First run posted functions until nothing `is_writing`."""
         try:
             self.device.wait()
         finally:  # also if the device has failed
@@ -221,7 +221,7 @@ class Engine:
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
-        """Evict all unread blocks from RAM."""
+        """Evict all unread blocks, and all checkpoints, from RAM."""
         self.planner.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True
@@ -237,7 +237,7 @@ class Engine:
             self.preempt(victim)
 
     def measure_precision(self) -> Measuring:
-        """Raises Conflict, StoreError, FileUnavailable."""
+        """Compute one pass of the precision search. Raises Conflict, StoreError, FileUnavailable."""
         search = self.loaded.search
         if search is None:
             raise Conflict("the precision of keys and values is chosen")

@@ -8,7 +8,7 @@ from agentcache.engine.running_request import RunningRequest
 from agentcache.models.memory import Footprint, free_memory, spare_memory
 from agentcache.plans.step_inputs import step_bytes
 
-# Always fits: asking the system costs time.
+# Bytes of a step that is not checked: asking the system costs time.
 _SMALL_STEP = 64 << 20
 _SHARE = 0.9  # of free memory; the rest covers errors of the estimate
 
@@ -17,10 +17,7 @@ _UNBOUNDED = 2**62
 
 
 class MemoryGuard:
-    """Limits steps to free memory, by their estimated memory.
-
-    In bytes, `free`: a step can allocate; `spare`: can be taken permanently; `reserve`: kept free for steps.
-    """
+    """Limits steps to free memory. Bytes: `free` for a step, `spare` to take permanently, `reserve` left for steps."""
 
     def __init__(
         self,

@@ -30,15 +30,14 @@ Reply = Callable[[T | BaseException], None]
 
 
 class Message(ABC, Generic[T_co]):
-    """A message from the event loop; a reply is a T_co or an error."""
+    """A message from the event loop, with replies of type T_co or errors."""
 
     @abstractmethod
     def handle(self, engine: Engine, reply: Reply[T_co]) -> None:
-        """Do it, and reply now or later. An error that is raised is the reply."""
+        """Reply now or later; a raised error is the reply."""
 
 
 def dispatch(engine: Engine, message: Message[T], reply: Reply[T]) -> None:
-    """Handle a message on the engine thread."""
     try:
         message.handle(engine, reply)
     except BaseException as error:
@@ -98,8 +97,6 @@ class PutAdapter(Message[bool]):
 
 @dataclass(frozen=True)
 class DropAdapter(Message[None]):
-    """Drop unused weights."""
-
     digest: str
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:

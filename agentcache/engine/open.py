@@ -251,7 +251,7 @@ def _put_together(
 
 
 def check_weights(wishes: Wishes, weights: int) -> None:
-    """Raise ConfigError if weights of this size, not yet read, leave no room."""
+    """Raise ConfigError if weights of this size leave no room."""
     plan_memory(device_memory(), replace(wishes, ram_budget=None), weights=weights, temporaries=0, least_cache=1)
 
 
@@ -286,7 +286,7 @@ def _token_budget(
     ram_budget: int,
     token_seconds: float,
 ) -> TokenBudget:
-    """`token_seconds` of this process never decides where a prompt is cut."""
+    """`token_seconds`, a rate of this process alone, must not decide where prompts are cut."""
     max_stall, idle = config.max_stall_ms / 1e3, config.prefill_chunk
     # Larger chunks slow a CPU: without fused attention it computes masked scores too.
     if device_kind() != NO_DEVICE:
@@ -303,14 +303,13 @@ def _token_budget(
 
 
 def _beside_windows(num_tokens: int, spec: CacheSpec, ram_budget: int) -> int:
-    """Halve a chunk until its window blocks fit their share."""
     while num_tokens > BLOCK_SIZE and windows_bytes(spec.groups, num_tokens) > ram_budget // _WINDOWS_SHARE:
         num_tokens = max(BLOCK_SIZE, num_tokens // 2)
     return num_tokens
 
 
 def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
-    """For `/v1/models` and `agentcache doctor`."""
+    """Facts for `/v1/models` and `agentcache doctor`."""
     name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,
@@ -342,10 +341,7 @@ class InspectedModel:
 
 
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
-    """Load and verify a model as a server does, keeping its precision measurements for later starts.
-
-    Raises UnsupportedModel, or ConfigError if it does not fit.
-    """
+    """Load and verify a model as a server does. Raises UnsupportedModel, ConfigError."""
     wishes = Wishes.of(config)
     loaded = load(
         model_path,

@@ -34,7 +34,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Generated:
-    """Generated text for the transcript, with the tokens wholly inside it."""
+    """Text for the transcript, with its tokens."""
 
     text: str
     ids: Sequence[int]
@@ -118,7 +118,7 @@ class Output:
         return Shown(text, self._markers_until(begin, until))
 
     def _markers_until(self, begin: int, until: int) -> tuple[tuple[int, str], ...]:
-        """Remove and return markers wholly in this range, relative to `begin`."""
+        """Remove and return markers wholly in this range."""
         shown: list[tuple[int, str]] = []
         while self._placed:
             at, marker = self._placed[0]
@@ -129,7 +129,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """Text and tokens for the transcript, none of which reach into a stop string."""
+        """Text and tokens before a stop string, without a token that reaches into it."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

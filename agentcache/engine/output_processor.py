@@ -27,7 +27,7 @@ log = logging.getLogger("agentcache.engine")
 
 
 class OutputProcessor:
-    """From chosen tokens to updates and saved turns."""
+    """Makes updates and saved turns of chosen tokens."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class OutputProcessor:
             self._persistence.release(running.output.saved_early.pop(cache), cache)
 
     def _extended(self, running: RunningRequest) -> AgentRecord | None:
-        """The lineage that the turn replaces, if unchanged since the match. An edit becomes a new lineage."""
+        """The lineage that the turn extends, if unchanged since the match; an edit becomes a new one."""
         found = running.submitted.found
         if found is None or not running.submitted.goes_on or self._pins.has_lineage(found.name):
             return None
@@ -125,7 +125,7 @@ class OutputProcessor:
         running.output.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
     def note_prompt_scores(self, running: RunningRequest, scores: Sequence[TokenScore]) -> None:
-        """Call before the block tables advance."""
+        """Record scores before the block tables advance."""
         if running.num_computed == 0:
             running.output.prompt_logprobs.clear()  # a preempted prompt is computed again
             first = running.token_ids[0]
@@ -155,7 +155,7 @@ class OutputProcessor:
             self._commit(running, transcript, repeated)
 
     def _repeated_tokens(self, running: RunningRequest, transcript: Transcript) -> int:
-        """Tokens at which the next prompt probably starts anew: none if the reply has no thought to drop."""
+        """Where the next prompt probably starts anew: 0 if the reply has no thought to drop."""
         repeated = running.submitted.repeated_tokens
         if repeated == running.num_prompt_tokens and not ends_with_thought(transcript, self._tokenizer.reply_format):
             self._cache.checkpoints.expect_no_start(running.open_plan.sequence)

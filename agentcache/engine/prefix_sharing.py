@@ -17,7 +17,7 @@ class PrefixSharing:
         self._base = base
 
     def look(self) -> None:
-        """Take published blocks and choose source requests, before a step is planned."""
+        """Take published blocks and choose source requests. Call before a step is planned."""
         waiting = self.pass_on()
         prompts = [each for each in self._requests.running if each.progress.in_flight > 1 or each.num_to_launch > 1]
         for running in self._requests.running:

@@ -39,7 +39,7 @@ class MemoryRelief:
         self._planner = planner
 
     def relieve(self, level: Level) -> bool:
-        """Free memory, on change of level and while it lasts. Returns whether only running requests hold more."""
+        """Free memory, on change and while it lasts. Returns whether only running requests hold more."""
         self._enter(level)
         if level is Level.NORMAL:
             return False

@@ -49,10 +49,8 @@ class Progress:
 
     `is_late`: the next token awaits its grammar mask. `row_state`, `launched_state`: recurrent state after
     `num_computed`, `num_launched` tokens. `shown_state`: last one whose text is sent and thus final, and its tokens.
-
-    The scheduler writes `background`, `passed_over` (times that another request went first) and `decoded_at` (number
-    of its last decode step), prefix sharing `source` (computes its next block), the batch builder `sampler`,
-    admission `restored_bytes` and `restore_seconds`.
+    The scheduler writes `background`, `passed_over` (by other requests) and `decoded_at` (number of the decode step);
+    prefix sharing writes `source`, which computes the next block.
     """
 
     in_flight: int = 0
@@ -91,8 +89,8 @@ class Progress:
 class TurnOutput:
     """What leaves the engine, written by the output processor.
 
-    `emit`: called on the engine thread; the last update has a report or is an error. `shown_tokens`: number of tokens
-    whose text is sent. `record`: lineage before the turn. `saved_early`: blocks on their way to disk, by cache.
+    `emit`: called on the engine thread; the last update has a report or is an error. `shown_tokens`: tokens whose text
+    is sent. `record`: lineage before the turn. `saved_early`: blocks on their way to disk, by cache.
     """
 
     text: Output
@@ -109,7 +107,7 @@ class TurnOutput:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One running request. Its progress is `num_computed` of `len(token_ids)`; generated tokens are appended.
+    """A request with `num_computed` of `len(token_ids)` tokens computed. Generated tokens are appended.
 
     Preemption and failed restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on
     the device. `plan`: None before it is queued.
@@ -165,9 +163,10 @@ class RunningRequest:
 
     @property
     def can_decode(self) -> bool:
-        """Whether it can join the next decode step. First and last token are awaited, to be sent at once."""
+        """Whether it joins the next decode step."""
         if not self.progress.in_flight:
             return self.num_to_launch == 1
+        # The first token is awaited, to be sent at once; after the last, none follows.
         if self.progress.is_late or self.num_to_launch or not 0 < self.num_generated < self.submitted.max_tokens - 1:
             return False
         return self.current.end is None  # such a pass chooses no token
@@ -233,7 +232,7 @@ class Requests:
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, running: RunningRequest, state: State) -> None:
-        """Raises BrokenInvariant."""
+        """Change its state. Raises BrokenInvariant."""
         if state not in _NEXT[running.state]:
             raise BrokenInvariant(f"request {running.request.request_id}: {running.state} before {state}")
         if running.state in self._lists:

@@ -115,7 +115,7 @@ class Scheduler:
         return self.contended
 
     def _goes_before(self, running: RunningRequest, prompts: Sequence[RunningRequest]) -> bool:
-        """Whether a new answer's first tokens take less time than each waiting prompt."""
+        """Whether an answer's first tokens take less time than each waiting prompt."""
         first = _FIRST_TOKENS - running.num_generated
         if first <= 0 or running.progress.background:
             return False
@@ -123,7 +123,7 @@ class Scheduler:
         return all(self.token_budget.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _awaits_first_token(self, prompts: Sequence[RunningRequest]) -> bool:
-        """Whether the step under way chooses a first token whose successors go before all waiting prompts."""
+        """Whether successors of a first token under way go before all waiting prompts."""
         first = (each for each in self.running if each.will_decode and not each.num_generated)
         return self.token_budget.may_defer_decodes and any(self._goes_before(running, prompts) for running in first)
 
@@ -160,7 +160,7 @@ class Scheduler:
 
 
 def _equal_part(num_tokens: int, largest: int) -> int:
-    """The first of equal parts: a short last one would cost nearly as much."""
+    """Equal, as a short last part would cost nearly as much."""
     parts = -(-num_tokens // largest)
     return -(-num_tokens // parts)
 
@@ -170,7 +170,6 @@ def _rank(running: RunningRequest) -> tuple[bool, float]:
 
 
 def _prompt_rank(prompt: RunningRequest) -> tuple[int, bool, int, float]:
-    """Order of prompts: overdue, interactive, shortest."""
     overdue = (
         prompt.progress.passed_over
         if prompt.progress.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.progress.background

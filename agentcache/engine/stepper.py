@@ -74,7 +74,7 @@ class Stepper:
         if done is not None and following is not None and following.starts_alone:
             self._complete(done, following)
             done = None
-            self._hand_over()
+            self._hand_over()  # replies, before a long start
         if following is not None:
             try:
                 following.start()
@@ -172,7 +172,7 @@ class Stepper:
             self._take(running, result.token, result.score)
 
     def _is_rejected(self, running: RunningRequest) -> bool:
-        """Whether the computed prompt must not be used; it is then computed in another way."""
+        """Whether the prompt is rejected, to be computed in another way."""
         why = None if running.num_generated else running.open_plan.verdict()
         return why is not None and self._admission.fall_back(running, why)
 
@@ -184,7 +184,7 @@ class Stepper:
             self._end(running, reason)
 
     def _patience(self, batch: Step) -> float:
-        """Seconds to wait for masks: no row waits longer than for its logits."""
+        """No row waits longer for masks than for its logits."""
         if len(self._scheduler.running) == 1:
             return _NOTHING_ELSE
         return max(0.0, batch.began_at + _OF_A_STEP * self._scheduler.token_budget.step_seconds - time.perf_counter())

@@ -1,7 +1,6 @@
 """Steps on dummy tokens at start: to warm up, and to measure the seconds per prompt token.
 
-That rate decides where prompts are cut, and thus the last bits of their KV, so it must not vary with load: it is
-measured once per model, device and MLX version.
+That rate cuts prompts (`token_budget`), so it must not vary: it is measured once per model, device and MLX version.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
 from agentcache.system.files import read_memo, write_memo
 
-_MOST_TOKENS = 16_384  # enough for temporaries of long contexts, and quick
+_MOST_TOKENS = 16_384  # enough for temporaries of long contexts
 _STEPS = ((1, 1), (1, 16))  # rows and tokens: a decode step, a short turn
 _MOST_SECONDS = {NO_DEVICE: 0.1, "metal": 0.5, "cuda": math.inf}  # after which no further step runs
 # CUDA compiles each for seconds, once per machine: a batch and a chunk too.
@@ -31,7 +30,7 @@ _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
 
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> float:
-    """Restore blocks of zeros and compute steps after them, or the first long turn pays for page faults.
+    """Restore zeros and compute steps after them, so that the first long turn has no page faults.
 
     Returns seconds per token of a short turn; inf if not measured.
     """
@@ -57,7 +56,7 @@ _MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 def agreed_token_seconds(
     file: Path, fingerprint: str, cache: PrefixCache, runner: ModelRunner, num_tokens: int
 ) -> float:
-    """The kept rate, or measure and keep it. The caller holds the folder's lock."""
+    """The kept rate, else a new one, which is kept. The caller holds the folder's lock."""
     num_tokens = min(num_tokens, BLOCK_SIZE)
     known = read_memo(file)
     key = f"{fingerprint}, {num_tokens} tokens, {mx.device_info()['device_name']}, mlx {mx.__version__}"
@@ -69,7 +68,7 @@ def agreed_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """After a run that compiles kernels."""
+    """The best of several runs, after one that compiles kernels."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)

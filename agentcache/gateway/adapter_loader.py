@@ -165,7 +165,7 @@ class AdapterLoader:
                 self._tell_released()  # wake the requests that it blocked
 
     async def _is_there(self, adapter: ServedAdapter, wait: _Wait) -> bool:
-        """Whether the weights are loaded. If not, try again: the state has changed."""
+        """If false, try again: the state has changed."""
         released = self._released
         if self._is_kept_back(wait):
             self._table.release(adapter)  # its weights may have to make room

@@ -1,4 +1,4 @@
-"""Locks of agents: one request at a time per lineage, or one operation on a whole agent."""
+"""Locks of agents: one request per lineage, or one operation on a whole agent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Turn:
         changed.set()
 
     def _blocker(self, claim: Claim) -> Turn | None:
-        """The last conflicting turn; one without a claim yet conflicts."""
+        """The last conflicting turn, or one without a claim yet."""
         earlier = self._others[: self._others.index(self)]
         return next((turn for turn in reversed(earlier) if turn._claim is None or turn._claim.keeps_out(claim)), None)
 

@@ -40,8 +40,8 @@ log = logging.getLogger("agentcache.engine")
 
 MOST_ARCHIVES = 8
 PERIOD_SECONDS = 1.0
-REPEAT_SECONDS = 5.0  # memory freed by the last report shows in the readings by then
-MEASURE_SECONDS = 4.0  # limit at start
+REPEAT_SECONDS = 5.0  # readings show freed memory by then
+MEASURE_SECONDS = 4.0
 
 
 class AsyncEngine:
@@ -237,7 +237,7 @@ class AsyncEngine:
         await asyncio.gather(self._thread.close(), *adapters)
 
     async def _choose_precision(self) -> None:
-        """Measure between requests, then replace the engine. If that fails, the server ends."""
+        """Measure between requests, then replace the engine or end the server."""
         try:
             measuring = Measuring(0)
             while measuring.chosen is None:
@@ -316,7 +316,7 @@ class Gate:
                 self._is_empty.set()
 
     async def emptied(self) -> None:
-        """The caller must check again."""
+        """Wait until it was empty; the caller must check again."""
         await self._is_empty.wait()
 
     @asynccontextmanager

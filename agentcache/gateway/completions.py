@@ -77,7 +77,7 @@ class Receiver:
                 self.ended.set_result(None)
 
     async def prompt_known(self) -> None:
-        """Raises an error that ended the request."""
+        """Wait for the prompt's tokens. Raises the request's error."""
         await asyncio.wait({self._prompt_known, self.ended}, return_when=asyncio.FIRST_COMPLETED)
         if not self._prompt_known.done():
             await self.ended
@@ -152,7 +152,7 @@ class Completions:
 
     @asynccontextmanager
     async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
-        """Submit the request; cancel it at the end unless its turn is being saved."""
+        """Submit a request; cancel it at the end unless it has finished."""
         self._thread.tell(submitted, receiver)
         try:
             yield
@@ -191,7 +191,7 @@ class Completions:
         return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
-        """A prompt that edits a lineage's history does not lock it."""
+        """An edit of a lineage's history does not lock it."""
         agents = self._thread.view.agents
         found = choose_lineage(request, prompt, agents)
         goes_on = found is not None and prompt.goes_on_from(found.transcript)
@@ -219,7 +219,7 @@ class Completions:
         )
 
     async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
-        """Run `work` on a worker thread, limited to `times` the tokens that can run."""
+        """Limit `work` to `times` the tokens that can run."""
         view = self._thread.view
         refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
         limit = WorkLimit(times * view.max_prompt_tokens, refuse)

@@ -63,7 +63,7 @@ class EngineThread:
 
     @property
     def view(self) -> EngineView:
-        """The state after the last step. Raises EngineStopped, or Overloaded while shutting down."""
+        """Raises EngineStopped, or Overloaded while shutting down."""
         if isinstance(self.failure, EngineStopped):
             raise self.failure
         if self.failure is not None:
@@ -146,18 +146,18 @@ class EngineThread:
                 self._inbox.get()()
 
     def give_up(self, failure: EngineStopped) -> None:
-        """Declare the engine lost: its thread waits for ever. Callable from any thread."""
+        """Declare the engine lost: its thread waits for ever. For any thread."""
         self.failure, self._is_stuck = failure, True
         assert self._started is not None
         self._deliver(self._started, failure)
         self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine thread between steps. Callable from any thread."""
+        """Run `function` on the engine thread between steps. For any thread."""
         self._inbox.put(function)
 
     def is_awaited(self) -> bool:
-        """Callable from any thread."""
+        """For any thread."""
         return not self._inbox.empty()
 
     def tell(self, message: Message[Any], receive: Receive = lambda reply: None) -> None:

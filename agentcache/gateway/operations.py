@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Operation(Message[T_co]):
-    """`prepare` runs on the event loop, `handle` on the engine thread."""
+    """An operation: `prepare` runs on the event loop, `handle` on the engine thread."""
 
     @property
     def existing(self) -> str | None:
@@ -40,7 +40,7 @@ class Operation(Message[T_co]):
         return ()
 
     async def prepare(self, view: EngineView, adapters: AdapterLoader, archives: Workers) -> Operation[T_co]:
-        """Check and complete it, before agents are locked. Raises RequestError."""
+        """Check and complete it before agents are locked. Raises RequestError."""
         return self
 
 
@@ -197,7 +197,7 @@ class EvictAgent(_OnAgent[AgentInfo]):
 
 @dataclass(frozen=True)
 class UseResponses(Operation[T_co]):
-    """Run `work` on the stored responses, on the writer thread, one call at a time. Raises StoreError."""
+    """Run `work` on the stored responses, on the writer thread. Raises StoreError."""
 
     work: Callable[[ResponseFiles], T_co]
 
@@ -207,8 +207,6 @@ class UseResponses(Operation[T_co]):
 
 @dataclass(frozen=True)
 class ReadStats(Operation[CacheStats]):
-    """Counters, budgets and RAM by kind."""
-
     def handle(self, engine: Engine, reply: Reply[CacheStats]) -> None:
         reply(engine.stats())
 
@@ -232,7 +230,6 @@ class CheckIntegrity(Operation[None]):
 
 
 def _show(agent_id: str, engine: Engine, reply: Reply[AgentInfo]) -> Callable[[Saved], None]:
-    """Reply with the agent once its files are written, or with a StoreError."""
 
     def done(saved: Saved) -> None:
         if saved.error is not None:

@@ -48,7 +48,7 @@ _ALWAYS_RENDERED = 1_000_000  # characters
 
 
 def rough_size(request: Request) -> int:
-    """Approximate size, in token ids or characters."""
+    """Token ids or characters, approximately."""
     return _prompt_size(request.prompt) + (0 if request.form is None else request.form.num_chars)
 
 
@@ -131,7 +131,7 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """A `policy` of None is open."""
+    """An adapter and a policy; None for an open one."""
 
     name: str | None
     policy: Policy | None
@@ -178,7 +178,7 @@ def prepare_request(
     *,
     has_state: bool = False,
 ) -> Prepared:
-    """Prepare a request to run.
+    """Tokenise a request and check that it can run.
 
     `found`: lineage that it extends. `has_state`: the model has recurrent layers. Raises InvalidRequest if the prompt
     does not suit the adapter, or no answer can have the required form.
@@ -197,7 +197,7 @@ def prepare_request(
 
 
 def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
-    """Raises InvalidRequest."""
+    """The grammar of the answer form, compiled. Raises InvalidRequest."""
     assert request.form is not None
     is_chat = isinstance(request.prompt, ChatPrompt)
     reply = calling_format(tokenizer.reply_format) if request.form.must_call else tokenizer.reply_format
@@ -237,7 +237,7 @@ def system_of(request: Request, agents: Agents) -> str | None:
 
 
 def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> AgentRecord | None:
-    """Raises NotFound."""
+    """The lineage that the request continues or edits. Raises NotFound."""
     if request.lineage is not None:
         [record] = agents.lineages(request.agent or "", request.lineage)
         return record if record.salt == request.salt or not record.transcript else None
@@ -304,7 +304,7 @@ class _Telling:
 
 
 class _Teller:
-    """Rewrites one chat for different transcripts. `read` renders other messages."""
+    """Rewrites one chat for different transcripts."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class _Teller:
         return find_changes(self._text, self._front, transcript.text, self._tokenizer.controls)
 
     def _told_behind(self, words: ClientForm, changes: PrefixChanges) -> Retold | None:
-        """The prompt with a moved notice if the system prefix changed; None if no message can hold the notice."""
+        """The prompt with a moved notice; None if no message can hold it."""
         told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
         if now == words.last_told(told.text):
             return told

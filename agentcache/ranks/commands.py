@@ -125,8 +125,6 @@ class LoadAdapter(_Command, frozen=True):
 
 
 class DropAdapter(_Command, frozen=True):
-    """Free an adapter's memory."""
-
     number: int
 
 

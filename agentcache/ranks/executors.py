@@ -40,7 +40,7 @@ _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts o
 
 
 class Executor:
-    """Makes an engine's parts, on the engine thread, for the whole model in this process."""
+    """Makes an engine's parts for a whole model in this process, on the engine thread."""
 
     def __init__(self) -> None:
         self._make_store: Callable[..., Store] = Store
@@ -58,7 +58,6 @@ class Executor:
         return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
     def store(self, config: Config, loaded: LoadedModel, when_lost: Callable[[], None]) -> Store:
-        """`when_lost` as in `Store`."""
         return self._make_store(
             config.cache_dir,
             loaded.spec,
@@ -74,7 +73,7 @@ class Executor:
 
 
 class RankZeroExecutor(Executor):
-    """Executor of rank 0. Arguments as in `WorkerLink`."""
+    """Rank 0's executor."""
 
     def __init__(
         self, group: mx.distributed.Group, post: Post, give_up: Callable[[RankLost], None], patience: float

@@ -24,7 +24,6 @@ def rank_folder(cache_dir: Path, rank: int, size: int) -> Path:
 
 
 def rank_folders(cache_dir: Path) -> list[Path]:
-    """Existing rank folders in a cache folder."""
     if not cache_dir.is_dir():
         return []
     return sorted(path for path in cache_dir.iterdir() if path.is_dir() and RANK_FOLDER.fullmatch(path.name))

@@ -76,8 +76,6 @@ class RankZeroAdapters(ShardedAdapters):
 
 
 class RankZeroArenas(BaseArenas):
-    """Rank 0's `BaseArenas`."""
-
     def __init__(self, link: WorkerLink, handles: RemoteHandles, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._link = link
@@ -122,8 +120,6 @@ class RankZeroArenas(BaseArenas):
 
 
 class RankZeroRunner(ModelRunner):
-    """Rank 0's `ModelRunner`."""
-
     def __init__(
         self,
         loaded: LoadedModel,

@@ -45,7 +45,7 @@ class Wire:
         return [row[:length].tobytes() for row, length in zip(heard[:, _LENGTH_BYTES:], lengths, strict=True)]
 
     def _gather(self, own: bytes, num_bytes: int) -> np.ndarray:
-        """uint8 [size, num_bytes]: each rank's length in bytes, then its bytes, truncated."""
+        """uint8 [size, num_bytes]: length, then bytes, maybe truncated."""
         row = np.zeros(num_bytes, np.uint8)
         row[:_LENGTH_BYTES].view(np.uint32)[0] = len(own)
         sent = np.frombuffer(own[: num_bytes - _LENGTH_BYTES], np.uint8)

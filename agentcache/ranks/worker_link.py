@@ -35,9 +35,9 @@ class _Asked:
 class WorkerLink:
     """Rank 0's channel to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
 
-    Commands go out with the next step, in one message; without a step, extra messages carry questions. `post` runs a
-    function on the engine thread, from any thread. `give_up` is called on another thread when a rank is lost: the
-    engine thread is then stuck in MLX. `patience`: longest silence of a rank, in seconds.
+    Commands go out with the next step, in one message; without a step, extra messages carry questions. `post`: runs a
+    function on the engine thread. `give_up`: called on another thread when a rank is lost, as the engine thread is
+    then stuck in MLX. `patience`: longest silence, in seconds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorkerLink:
         self._outbox.append(command)
 
     def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
-        """The workers' answers by rank. The future raises RankLost if a rank is lost."""
+        """Ask the workers; the future has their answers by rank, or raises RankLost."""
         asked = _Asked(self.wire.size - 1)
         with self._lock:
             if self._lost is not None:
@@ -125,7 +125,7 @@ class WorkerLink:
             self.go_on()
 
     def step_begins(self) -> None:
-        """Send no extra messages from now on: workers would read them after the step only."""
+        """Send no extra messages from now on: workers would read them after the step."""
         self._is_computing = True
 
     def step_ended(self) -> None:

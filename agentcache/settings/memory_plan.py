@@ -149,5 +149,4 @@ def _gb(num_bytes: int) -> str:
 
 
 def _up(num_bytes: int) -> str:
-    """Round up to 0.1 GB, as settings are written."""
     return f"{-(-num_bytes // 10**8) / 10:.1f}GB"

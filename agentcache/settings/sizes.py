@@ -33,7 +33,7 @@ class DiskRoom:
 
 
 def disk_room(cache_dir: Path) -> DiskRoom:
-    """The folder need not exist yet. Raises StoreError."""
+    """The disk of a cache folder, which need not exist yet. Raises StoreError."""
     nearest = cache_dir
     try:
         while not nearest.exists() and nearest != nearest.parent:

@@ -174,7 +174,6 @@ def _aliases(value: Any) -> dict[str, str]:
 
 
 def _key_of_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`api_key_file` as a path and the key in it, if set."""
     if "api_key_file" not in settings:
         return {}
     if "api_key" in settings:

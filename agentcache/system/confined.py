@@ -24,7 +24,7 @@ _PROGRAM = (
 
 
 class OverLimit(Exception):
-    """The work took `what`: "longer than 2 s"."""
+    """The work exceeded a limit: `what` it took."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")

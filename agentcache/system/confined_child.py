@@ -1,6 +1,6 @@
-"""Request loop of a child process under the kernel's limits of CPU time and memory; `confined.py` is the parent.
+"""Request loop of a child process under the kernel's limits of CPU time and memory.
 
-stdin has requests: a length (8 bytes, little-endian) and the bytes; stdout replies: a kind (1 byte), a length, bytes.
+stdin has requests: a length (8 bytes, little-endian), bytes; stdout replies: a kind (1 byte), a length, bytes.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ def _answered(answer: Answer, request: list[bytes]) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _limits(address_space: int, seconds: float) -> Iterator[None]:
-    """Limit memory (0: no limit) and CPU time. The timer's signal ends the process even inside a call into C.
-
-    Only Linux enforces `address_space`; elsewhere the parent watches.
-    """
+    # Only Linux enforces address space; elsewhere the parent watches. The timer's signal ends even a call into C.
     if address_space:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.setitimer(signal.ITIMER_PROF, seconds)

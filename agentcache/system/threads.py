@@ -60,7 +60,7 @@ class DaemonPool(Executor):
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises RuntimeError if the system cannot start a thread."""
+        """Run `fn` on a thread. Raises RuntimeError if none can start."""
         future: Future[T] = Future()
         with self._lock:
             if not self._idle.acquire(blocking=False) and self._threads < self._most:
