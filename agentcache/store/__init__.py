@@ -1,1 +1,1 @@
-"""Files of the cache folder and their formats. Writes are atomic. No MLX."""
+"""The cache folder's files and their formats. No MLX."""

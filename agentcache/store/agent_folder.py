@@ -51,10 +51,7 @@ class _LogWrite:
 
 
 class AgentFolder:
-    """The lineages in one folder below ``agents/``, adopted by `usage`; the only writer of their files.
-
-    `name` as in `LineageReader`. `served` is None for another model, whose lineages are not rebuilt.
-    """
+    """The only writer of one folder of lineages, adopted by `usage`. Without `served`, none is rebuilt."""
 
     def __init__(
         self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault, served: ServedCache | None = None
@@ -89,12 +86,12 @@ class AgentFolder:
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Reasons by lineage; the files stay."""
+        """Why lineages are unavailable, by name; their files stay."""
         return self._unavailable
 
     @property
     def damaged(self) -> Mapping[str, str]:
-        """Reasons by another model's lineage; that model's server rebuilds them."""
+        """Why another model's lineages are damaged, by name; that model's server rebuilds them."""
         return self._damaged
 
     def has_agent(self, agent_id: str) -> bool:
@@ -104,8 +101,8 @@ class AgentFolder:
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
         """Read all lineages once; `take` gets each, and may release its transcript from RAM.
 
-        Unavailable files stay. Damaged lineages are rebuilt or, if nothing is provable, quarantined. Logs without a
-        manifest here or in quarantine are removed.
+        Unavailable files stay. Damaged lineages are rebuilt, or quarantined if nothing is provable. Logs without a
+        manifest, here or in quarantine, are removed.
         """
         if self._loaded:
             return
@@ -163,7 +160,7 @@ class AgentFolder:
     def _replace_damaged(
         self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool
     ) -> None:
-        """Log, manifest, then quarantine of damaged logs: at each step the manifest on disk has its log."""
+        """Write log, then manifest, then quarantine damaged logs: the manifest on disk always has its log."""
         generation = max(self._generations[name]) + 1
         log = _LogWrite(*start_log(name, found.manifest.model, generation, found.content), appends=False)
         manifest = replace(found.manifest, log=log.end)
@@ -197,8 +194,8 @@ class AgentFolder:
     def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
         """Make `record` durable; return the bytes written.
 
-        Raises InvalidRequest, Conflict (ids differ only by case), DiskBudgetExceeded, FileUnavailable: nothing changed.
-        After an OSError, the lineage on disk is the previous one or `record`, complete.
+        Raises InvalidRequest, Conflict, DiskBudgetExceeded, FileUnavailable: nothing changed. After an OSError, the
+        previous lineage or `record` is on disk, complete.
         """
         self.require_available(record.name)
         self._check(record, groups)
@@ -254,7 +251,7 @@ class AgentFolder:
         return any(other != agent_id and other.casefold() == folded for other in map(agent_of, self._names))
 
     def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
-        """Append, or compact a log that is over half garbage."""
+        """Append; compact a log that is over half garbage."""
         saved = self._agents.get(record.name)
         if saved is None or not self._can_extend(saved, record.model):
             return self._new_log(record, content)

@@ -1,12 +1,11 @@
-"""One agent as one file, for transfer to a machine with the same model.
+"""One agent as one file, for a machine with the same model.
 
     magic line
     contents: manifest and log of each lineage, then their blocks, rank by rank
     index: JSON, kind, length and SHA-256 of each content, in file order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
-The index has no file names, and the model's identity if manifests use an older name. Digests detect damage, not
-forgery.
+The index has the model's identity if manifests use an older name. Digests detect damage, not forgery.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class ArchivedContent:
 
 
 def _none_there() -> ArchiveRejected:
-    """One message for all causes, to reveal nothing about files."""
+    """One message for all causes reveals nothing about files."""
     message = "no agentcache archive can be read at this path: name a file that agentcache export has written"
     return ArchiveRejected(message, param="path")
 
@@ -190,8 +189,8 @@ def export_agent(
 ) -> Exported:
     """Write an agent to a new archive. Only reads the cache folder, so a server may run.
 
-    Only blocks in the folders of all ranks are exported; `others` are those of ranks 1, 2, …. `fingerprint` may be a
-    prefix. Raises NotFound, StoreError; Conflict if `target` exists or several models have the agent.
+    `cache_dir` is rank 0's; blocks that another rank lacks are left out. `fingerprint` may be a prefix.
+    Raises NotFound, StoreError; Conflict if `target` exists or several models have the agent.
     """
     if target.exists() or target.is_symlink():
         raise Conflict(f"there is {target} already", param="file")
@@ -210,7 +209,7 @@ def export_agent(
 def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprint: str) -> Exported:
     lineages = _lineages_of(ranks[0], agent_id, fingerprint)
     keys = sorted({key for lineage, _ in lineages for key in lineage.block_keys()})
-    # Evicted blocks are recomputed, here or after import.
+    # Evicted blocks are computed again.
     there = [key for key in keys if all(_path(files, key).exists() for files in ranks)]
     temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -249,12 +248,12 @@ def _put_in_place(temp: Path, target: Path) -> None:
         os.link(temp, target)
     except FileExistsError:
         raise
-    except OSError:  # the file system has no links: exFAT, some of FUSE and SMB
+    except OSError:  # no links: exFAT, some of FUSE and SMB
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
             os.replace(temp, target)
         except BaseException:
-            target.unlink()  # it is empty
+            target.unlink()  # empty
             raise
 
 
@@ -268,7 +267,7 @@ def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tup
 
 
 def manifests_of(cache_dir: Path, agent_id: str, fingerprint: str = "") -> dict[str, list[Path]]:
-    """Return the agent's manifests by folder. Raises StoreError if one may be in an unreadable folder."""
+    """Return the agent's manifests by folder. Raises StoreError if an unreadable folder may have one."""
     found: dict[str, list[Path]] = {}
     unreadable: OSError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Import of an agent from an archive. Every byte is verified before use."""
+"""An agent in an archive, verified before use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from agentcache.store.verify import examine_block
 
 _CHUNK_BYTES = 64 << 20  # blocks in memory at once, plus one
 _MAX_LOG_BYTES = 1 << 28  # of all logs: millions of tokens
-_MAX_RESIDUAL_BYTES = 1 << 27  # an adapter's block; the adapter may not be loaded
+_MAX_RESIDUAL_BYTES = 1 << 27  # a block; its adapter may not be loaded
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class _ExpectedBlock:
 @dataclass(frozen=True)
 class _ArchivedBlock(_ExpectedBlock):
     contents: Sequence[ArchivedContent]  # by rank
-    archived: BlockHeader  # its address in the archive; `header` is the one here
+    archived: BlockHeader  # as addressed in the archive
 
 
 class ArchivedAgent:
-    """A verified agent in an archive, under its name here."""
+    """A verified agent in an archive, by its name here."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ArchivedAgent:
             yield chunk
 
     def _write(self, block: _ArchivedBlock) -> BlockWrite | BlockCopy:
-        if block.header.cache != BASE_CACHE:  # its adapter may not be loaded
+        if block.header.cache != BASE_CACHE:
             return BlockCopy(block.header, self._file.read(block.contents[0], _MAX_RESIDUAL_BYTES))
         own, *others = (
             _decode(self._file, spec, block.archived, content)
@@ -113,7 +113,7 @@ class ArchivedAgent:
 def read_archive(
     path: Path, spec: CacheSpec, names: ModelNames | str, agent_id: str, num_token_ids: int | None = None
 ) -> ArchivedAgent:
-    """Verify an archive's agent, as `agent_id` of the served model. Writes nothing. Raises ArchiveRejected."""
+    """Verify an archive's agent; address it as `agent_id` of the served model. Raises ArchiveRejected."""
     file, names = ArchiveFile(path), ModelNames.of(names)
     check_model(file, names)
     if file.ranks != len(spec.by_rank):
@@ -172,7 +172,7 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
 
 
 def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
-    """Without residual KV: only a loaded adapter can rewrite it."""
+    # Without residual KV: only a loaded adapter can rewrite it.
     manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
     base, ids = manifest.base, lineage.content.transcript.ids
     chains = tuple(chain_keys(manifest.root_of(base), ids, base.spans()))
@@ -226,7 +226,7 @@ def _read_lineage(
 
 
 def _check_residual_groups(cache: SavedCache, spec: CacheSpec) -> None:
-    """The adapter may not be loaded, but `residual_spec` limits its groups."""
+    # The adapter may not be loaded, but `residual_spec` limits its groups.
     if list(cache.groups) != [group.name for group in spec.groups if group.name in cache.groups]:
         raise ArchiveRejected("a lineage has residuals of groups that its cache has not", param="path")
 

@@ -1,7 +1,7 @@
 """Encode and verify one cache block as a safetensors file.
 
-The reader rebuilds the header and compares bytes. Only compressed token ids (zlib versions differ), extras, and the
-checksum, which covers the rest, come from the file.
+The reader rebuilds the header and compares bytes. It takes from the file only the compressed token ids (zlib versions
+differ), the extras, and the checksum, which covers the rest.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -35,7 +35,7 @@ from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, S
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
 
-# Small tensors and texts in a block's header. Not part of the address.
+# In a block's header, but not part of its address.
 Extra: TypeAlias = "str | Array"
 Extras: TypeAlias = "Mapping[str, Extra]"
 
@@ -49,7 +49,7 @@ HEAD_BEGIN = 8  # bytes: length of the JSON
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
-# Metadata fields that differ within a group and KV origin, in order.
+# Metadata that differs within a group and KV origin, in order.
 _OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
 # By item size: bits of +infinity (signed), -infinity (unsigned). Infinities and NaNs have the largest bits of their
 # sign: two maxima find them without a copy.
@@ -60,7 +60,7 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
 
 
 def encode_extras(extras: Extras) -> str:
-    """Encode extras as text, empty for none. Raises StoreError if invalid or over `MAX_EXTRAS_BYTES`."""
+    """Encode extras as text, empty for none. Raises StoreError."""
     if not extras:
         return ""
     if bad := [name for name in extras if not _EXTRA_NAME.fullmatch(name)]:
@@ -73,7 +73,7 @@ def encode_extras(extras: Extras) -> str:
 
 
 def decode_extras(text: str) -> dict[str, Extra]:
-    """Parse extras. Raises BlockRejected unless `text` is output of `encode_extras`."""
+    """Parse extras. Raises BlockRejected unless `encode_extras` made `text`."""
     try:
         extras = {name: _decode_extra(value) for name, value in json.loads(text).items()}
         if encode_extras(extras) == text:
@@ -107,10 +107,10 @@ class BlockHeader:
     chain: str
     parent: str  # chain key of the preceding block, or the namespace's root
     group: str
-    position: int  # block number
+    position: int
     packed: bytes  # 1 to 256 token ids (`radix_tree.pack`)
     producer: str = BASE_ORIGIN
-    cache: str = BASE_CACHE  # not in the file; its root begins the chain
+    cache: str = BASE_CACHE  # not in the file, but in the root of the chain
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_tokens <= BLOCK_SIZE or self.position < 0:
@@ -131,7 +131,7 @@ class BlockHeader:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A decoded block; `data`, uint8 [n], has its tensors (`block_layout.block_tensors`)."""
+    """A decoded block; `data` is uint8 [n] (`block_layout.block_tensors`)."""
 
     data: Array
     extras: Extras = field(default_factory=dict)
@@ -156,7 +156,7 @@ def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
 def encode_block(
     spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = NO_EXTRAS
 ) -> tuple[bytes, memoryview]:
-    """Return a block's file: header, and `data` itself, uint8 [n].
+    """Return a block's header, and `data` uncopied, uint8 [n].
 
     Raises StoreError for a wrong size, a float that is not finite, or an invalid extra.
     """
@@ -174,7 +174,7 @@ def encode_block(
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
-    """The data is a view of `buffer`. Raises like `verify_block`."""
+    """Verify a file, and return views of `buffer`. Raises as `verify_block`."""
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     first = first_float(spec.group(header.group), header.num_tokens)
@@ -182,7 +182,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
-    """Return the tensors' offset in a file that starts with `begin`, `HEAD_BEGIN` bytes. Raises BlockRejected."""
+    """Return the tensors' offset in a file with the first `HEAD_BEGIN` bytes `begin`. Raises BlockRejected."""
     if len(begin) < HEAD_BEGIN:
         raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
     head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
@@ -197,7 +197,7 @@ def verify_block(
 ) -> Extras:
     """Verify a file; return its extras.
 
-    `integers` are the bytes before the first float, in pieces; `rest`, uint8 [n], the remaining ones.
+    `integers` are the bytes before the first float, in pieces; `rest`, uint8 [n], follows them.
     Raises BlockRejected: not the block of `header`; FileUnavailable: of a newer release.
     """
     unsigned = _plain_head(spec, header, len(head))
@@ -291,7 +291,7 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], siz
 
 
 def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
-    """Pad to `ALIGNMENT`, or as an existing header of `size` bytes."""
+    # Padded to `ALIGNMENT`, or as an existing header of `size` bytes.
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
     end = HEAD_BEGIN + len(text)

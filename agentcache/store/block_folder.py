@@ -42,27 +42,24 @@ _MAX_FILE_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write; `data` as in `StoredBlock`, `others` for further ranks that lack it."""
+    """A block to write; `data` as in `StoredBlock`."""
 
     header: BlockHeader
     data: Array
     extras: Extras = field(default_factory=dict)
-    others: Sequence[Array] = ()
+    others: Sequence[Array] = ()  # data of further ranks
 
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A block's file from an archive, accepted by `verify.examine_block`."""
+    """A block's file from an archive, verified by `examine_block`."""
 
     header: BlockHeader
     file: bytes
 
 
 class BlockReader:
-    """Reads the files below `folder`, adopted by `usage`; moves damaged ones to quarantine.
-
-    `specs`: by cache name. `unavailable`: keys of unavailable files.
-    """
+    """Reads block files, adopted by `usage`; quarantines damaged ones. `specs`: by cache; `unavailable`: by key."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class BlockReader:
         self._unavailable = set() if unavailable is None else unavailable
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
-        """Thread-safe."""
+        """Register a cache. Thread-safe."""
         self._specs[name] = spec
 
     def has(self, key: str) -> bool:
@@ -87,7 +84,7 @@ class BlockReader:
         return self._name(key) in self._usage and key not in self._unavailable
 
     def is_there(self, key: str) -> bool:
-        """As `has`, but available or not."""
+        """Whether a file exists, available or not."""
         return self._name(key) in self._usage
 
     def size_of(self, key: str) -> int:
@@ -97,12 +94,12 @@ class BlockReader:
         return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
     def all_there(self, keys: Iterable[str]) -> bool:
-        """Whether the files are on disk. Raises OSError for a link instead of a folder."""
+        """Whether the disk has the files. Raises OSError for a link instead of a folder."""
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
     @contextmanager
     def reader(self) -> Iterator[BlockReader]:
-        """A reader for one thread, which keeps folders open."""
+        """Yield a reader for one thread, which keeps folders open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
             yield BlockReader(files, self._folder, self._specs, self._usage, self._unavailable)
@@ -119,12 +116,12 @@ class BlockReader:
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 
     def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        """As `read`, in pieces as in `verify_block`; return the extras."""
+        """Read and verify a block in pieces (`verify_block`); return its extras. Raises as `read`."""
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
             try:
                 with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
-                    # One read: all bytes before the data are the header.
+                    # One read: all before the data is the header.
                     head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
                     file.require_all(file.read_into([memoryview(head), *integers, rest.data]))
                 find_data(spec, header, head[: min(HEAD_BEGIN, file.size)], file.size)
@@ -151,7 +148,7 @@ class BlockReader:
         refuse_newer(read_version(bytes(head)))
 
     def _note_unavailable(self, key: str, error: FileUnavailable | OSError | MemoryError) -> None:
-        if not self._unavailable:  # later ones usually have the same reason
+        if not self._unavailable:  # later reasons are usually the same
             reason = str(error) if isinstance(error, FileUnavailable) else CacheFiles.describe(self._path(key), error)
             log.warning("block files cannot be read; they are kept, and their blocks computed again: %s", reason)
         self._unavailable.add(key)
@@ -185,10 +182,7 @@ class BlockReader:
 
 
 class BlockFolder(BlockReader):
-    """The only writer of the files below ``blocks/``; `Store` says which may be deleted.
-
-    `is_covered`: whether syncs of manifests, on the same drive, cover the blocks (`durable.sync`).
-    """
+    """The only writer of block files. `is_covered`: syncs of manifests, on the same drive, cover blocks."""
 
     def __init__(
         self,
@@ -210,7 +204,7 @@ class BlockFolder(BlockReader):
             self._usage.classify(self._name(key), kind)
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """Write blocks, all or none, ordered before later writes; skip existing ones. Return the bytes written.
+        """Write blocks, all or none, ordered before later writes; skip existing ones; return the bytes written.
 
         Raises DiskBudgetExceeded, OSError, or StoreError for a malformed block: nothing was written.
         """
@@ -268,7 +262,7 @@ class BlockFolder(BlockReader):
             self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
-        """Remove a failed batch: a renamed block may vanish if its folder was not synced. Earlier files stay."""
+        """Remove a failed batch, whose renames may not be durable. Earlier files stay."""
         for file in files:
             file.discard()
             if self.is_there(file.path.stem):

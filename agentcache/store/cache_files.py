@@ -1,4 +1,4 @@
-"""File access below one folder that no symbolic link can leave: folders are opened one by one, and links refused."""
+"""File access that no symbolic link can lead out of a folder: folders are opened one by one, links refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a pipe must not block.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-# Of file systems that do not keep modes.
+# By file systems without modes.
 _REFUSALS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _APPLE_DOUBLE = b"\0\5\x16\7"
 _MAX_COMPANION_BYTES = 1 << 24
@@ -36,11 +36,11 @@ class WrongFile(BlockRejected, OSError):
 
 
 class NotAFile(WrongFile):
-    """A folder, pipe or device in a file's place; the file may come back."""
+    """A folder, pipe or device instead of a file."""
 
 
 class IsLink(OSError):
-    """A symbolic link in a file's place."""
+    """A symbolic link instead of a file."""
 
 
 def whose(error: OSError | MemoryError) -> str:
@@ -58,7 +58,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 
 def set_mode(fd: int, mode: int) -> None:
-    """Set an open file's or folder's mode; if the file system refuses modes, own ones stay as they are."""
+    """Set an open file's or folder's mode, except own ones if the file system refuses modes."""
     status = os.fstat(fd)
     if stat.S_IMODE(status.st_mode) == mode:
         return
@@ -77,7 +77,7 @@ def _note_refusal(reason: str) -> None:
 
 @dataclass(slots=True)
 class Descriptor:
-    """An open file or folder; `with` closes it unless `is_kept`."""
+    """An open file or folder."""
 
     fd: int
     is_kept: bool = False
@@ -92,7 +92,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class RegularFile:
-    """An open file and its size at opening; the caller closes it."""
+    """An open file and its size; the caller closes it."""
 
     fd: int
     size: int
@@ -102,7 +102,7 @@ class RegularFile:
 
     def read_into(self, buffers: Sequence[memoryview]) -> int:
         total = os.readv(self.fd, buffers[:MOST_PARTS])
-        if total == self.size:  # usual, and there may be many buffers
+        if total == self.size:  # usual; there may be many buffers
             return total
         views = skip_bytes([buffer for buffer in buffers if len(buffer)], total)
         while views and (count := os.readv(self.fd, views[:MOST_PARTS])):
@@ -119,7 +119,6 @@ class RegularFile:
 
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Drop the first `count` bytes."""
     if count == sum(map(len, views)):
         return []
     for index, view in enumerate(views):
@@ -145,8 +144,8 @@ class CacheFiles:
         self.root = root
         self._durability = durability
         self._root = os.fspath(root)
-        self.lasting: Collection[str] = ()  # folders kept open after `keep_open`, until `close`
-        # Of root's new files: the folder's owner could not read them otherwise. None if unknown.
+        self.lasting: Collection[str] = ()  # folders that stay open after `keep_open`, until `close`
+        # Of files that user root writes: the folder's owner must be able to read them. None if unknown.
         self._owner: tuple[int, int] | tuple[()] | None = None
         self._kept: dict[str, _Folder] = {}
         self._keeper: int | None = None  # thread in `keep_open`; only it uses kept folders
@@ -174,7 +173,7 @@ class CacheFiles:
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
-        """Resolve each folder once within the block, on one thread; yield whether it is the outermost block.
+        """Keep folders open within the block, for one thread; yield whether it is the outermost block.
 
         A replaced folder goes unnoticed until a file in it is missing.
         """
@@ -192,7 +191,7 @@ class CacheFiles:
             self._keeper = None
 
     def close_replaced(self) -> bool:
-        """Within `keep_open`: close replaced folders and those below; return whether there were any."""
+        """Close kept folders that were replaced, and those below; return whether any was. Within `keep_open` only."""
         replaced: set[str] = set()
         for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):
@@ -216,7 +215,7 @@ class CacheFiles:
             os.close(self._kept.pop(folder).descriptor.fd)
 
     def make_folder(self, path: Path, *, sync: bool = True) -> None:
-        """Create a missing folder; set its mode. Without `sync`, a later sync of its parent makes it durable."""
+        """Create a missing folder; set its mode. Without `sync`, a sync of its parent makes it durable."""
         with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
@@ -231,7 +230,7 @@ class CacheFiles:
             os.close(fd)
 
     def identity(self, folder: Path) -> tuple[int, int]:
-        """Device and inode; a replacement has others."""
+        """Device and inode, which differ in a replacement."""
         with self.folder(folder) as fd:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity
@@ -293,7 +292,7 @@ class CacheFiles:
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def all_there(self, folder: Path, names: Sequence[str]) -> bool:
-        """`names` are `subfolder/file`."""
+        """Whether all files exist; `names` are `subfolder/file`."""
         with self.folder(folder) as fd:
             try:
                 for name in {name.partition("/")[0] for name in names}:
@@ -306,7 +305,7 @@ class CacheFiles:
         return True
 
     def is_writable(self, path: Path) -> bool:
-        """Whether this process may write. Another user's file can only be replaced."""
+        """Whether this process may write; it can only replace another user's file."""
         with self.folder(path.parent) as folder:
             return os.access(path.name, os.W_OK, dir_fd=folder)
 
@@ -326,7 +325,7 @@ class CacheFiles:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole file. Raises WrongFile, IsLink; another OSError, or MemoryError, if it is unavailable."""
+        """Read a whole file. Raises WrongFile, IsLink; OSError or MemoryError if it is unavailable."""
         with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
             file.require_all(file.read_into([memoryview(data)]))
@@ -336,7 +335,7 @@ class CacheFiles:
         try:
             try:
                 fd = self.open(path, os.O_RDONLY).fd
-            except FileNotFoundError:  # in a kept folder that another program may have replaced
+            except FileNotFoundError:  # another program may have replaced a kept folder
                 if self._keeper != threading.get_ident() or not self.close_replaced():
                     raise
                 fd = self.open(path, os.O_RDONLY).fd
@@ -356,7 +355,7 @@ class CacheFiles:
         return RegularFile(fd, status.st_size)
 
     def is_companion(self, path: Path | str) -> bool:
-        """Whether the file is AppleDouble (macOS metadata), by its content: an agent's id may start with `._`."""
+        """Whether the file is AppleDouble, by its content: an agent's id may start with `._`."""
         if not os.path.basename(path).startswith("._"):
             return False
         head = bytearray(len(_APPLE_DOUBLE))
@@ -373,7 +372,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class _naming:
-    """Make errors name the whole path; calls by descriptor report its last part."""
+    """Makes errors name the whole path, not only its last part."""
 
     __slots__ = ("_path",)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("agentcache.store")
 
 @dataclass(frozen=True)
 class DiskBudget:
-    """A limit for all files of a cache folder. An automatic one evicts nothing."""
+    """A limit in bytes for all files of a cache folder."""
 
     num_bytes: int
     is_automatic: bool
@@ -51,7 +51,7 @@ def explicit_budget(num_bytes: int) -> DiskBudget:
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """Return a share of the disk, at least the bytes `held` by the cache's files."""
+    """Return a share of the disk, at least the `held` bytes."""
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
     measured = f"{free / 1e9:.1f} GB are free and {held / 1e9:.1f} GB held"
     if share <= held:
@@ -61,7 +61,7 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
 
 
 class DiskUsage:
-    """File sizes, and the disk budget: `budget` bytes; None for an automatic one. Thread-safe.
+    """File sizes and the disk budget, automatic if `budget` is None. Thread-safe.
 
     A file's kind is its top folder; a block's is its content, base KV by default.
     """
@@ -71,7 +71,7 @@ class DiskUsage:
         self._measured: DiskBudget | None = None
         self.total = 0  # bytes of all files, with quarantine
         self.written = 0  # bytes since start
-        self.read = 0  # bytes of blocks since start
+        self.read = 0  # of blocks
         self._files = files
         self.quarantine = Quarantine(files, self)
         self._sizes: dict[str, int] = {}
@@ -80,7 +80,7 @@ class DiskUsage:
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
-        """Forget all files outside quarantine; `adopt_blocks` and `adopt_agents` record them again."""
+        """Forget all files outside quarantine, before `adopt_blocks` and `adopt_agents`."""
         with self._lock:
             self._sizes = {}
             self._kinds = {}
@@ -92,8 +92,7 @@ class DiskUsage:
         return str(path) in self._sizes
 
     def paths(self, folder: Path) -> list[str]:
-        """As strings: there may be hundreds of thousands."""
-        beginning = f"{folder}/"
+        beginning = f"{folder}/"  # strings: there may be hundreds of thousands
         with self._lock:
             return [path for path in self._sizes if path.startswith(beginning)]
 
@@ -110,7 +109,7 @@ class DiskUsage:
 
     @property
     def evicts(self) -> bool:
-        """Whether files may be evicted: only for a user's budget."""
+        """Whether files may be evicted: only for an explicit budget."""
         return self._explicit is not None
 
     @property
@@ -141,7 +140,7 @@ class DiskUsage:
         return self._by_kind[kind]
 
     def classify(self, path: str, kind: str) -> None:
-        """The block may not exist yet."""
+        """Set a block's kind, before or after it is written."""
         with self._lock:
             size = self._sizes.get(path, 0)
             self._by_kind[self._kind_of(path)] -= size
@@ -171,7 +170,7 @@ class DiskUsage:
         return self.forget(path)
 
     def move(self, source: Path, target: Path) -> None:
-        """Not durable yet."""
+        """Rename a file, not yet durably."""
         self._files.rename(source, target)
         self.forget(source)
         self.refresh(target)
@@ -187,7 +186,7 @@ class DiskUsage:
             return size
 
     def require(self, num_bytes: int) -> None:
-        """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine for a user's budget."""
+        """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine first if the budget is explicit."""
         if self.evicts and num_bytes > self.free:
             self.quarantine.empty()
         if not self.has_room(num_bytes):
@@ -221,13 +220,13 @@ class Quarantine:
             self._usage.record(str(self._folder / name), _size_of(status))
 
     def add(self, reason: str, *paths: Path) -> None:
-        """Move files here; one log line, one count. Never raises."""
+        """Move files here; count and log them as one. Never raises."""
         moved = [path for path in paths if self._move(path)]
         if moved:
             self._note(reason, moved[0])
 
     def add_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Copy a file that must stay until replaced; move an irregular one."""
+        """Copy a file that stays until it is replaced; move an irregular one."""
         try:
             data = self._files.read(path, max_bytes)
         except WrongFile:
@@ -239,7 +238,7 @@ class Quarantine:
         self._note(reason, path)
 
     def files(self) -> list[tuple[str, str]]:
-        """With the files' original names."""
+        """Paths and original names."""
         return [(path, os.path.basename(path).rpartition(".")[0]) for path in self._usage.paths(self._folder)]
 
     def has(self, *suffixes: str) -> bool:
@@ -251,7 +250,7 @@ class Quarantine:
                 self._usage.remove(path)
 
     def empty(self) -> int:
-        """Delete all files that can be deleted; return the bytes freed. Never raises."""
+        """Delete what can be deleted; return the bytes freed. Never raises."""
         before = self._usage.bytes_of(QUARANTINE)
         for path in self._usage.paths(self._folder):
             with suppress(OSError):
@@ -293,7 +292,7 @@ def adopt_blocks(files: CacheFiles, usage: DiskUsage, parent: Path) -> None:
 
 
 def adopt_agents(files: CacheFiles, usage: DiskUsage, parent: Path) -> tuple[list[Path], dict[str, str]]:
-    """Record agent folders; return usable ones, and the reasons for unusable ones by name. Quarantines nothing."""
+    """Record agent folders; return usable ones, and reasons for unusable ones. Quarantines nothing."""
     folders: list[Path] = []
     unavailable: dict[str, str] = {}
     for name, status in files.list_folder(parent):
@@ -316,7 +315,7 @@ def _adopt(files: CacheFiles, usage: DiskUsage, folder: Path) -> list[Path]:
             strange.append(Path(path))
             usage.record(path, _size_of(status))
         elif name.endswith(TEMP_SUFFIX):
-            with suppress(OSError):  # e.g. another user's
+            with suppress(OSError):  # another user's
                 files.remove(path)
         else:
             if status.st_mode & 0o077:

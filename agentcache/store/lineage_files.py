@@ -1,4 +1,4 @@
-"""A lineage's files as values: read and checked, or rebuilt from their proven parts. Changes no file.
+"""Reads and checks a lineage's files, or rebuilds it from their proven parts. Changes no file.
 
 All readers call `decode_manifest`, `parse_log`, then `check_lineage`: the engine relies on checked values.
 """
@@ -53,7 +53,7 @@ _KINDS = ("prompt", "generated")
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """The parsed files of one lineage; not `extendable` if another manifest may be on disk."""
+    """A lineage's parsed files; not `extendable` if another manifest may be on disk."""
 
     manifest: Manifest
     content: Content
@@ -79,7 +79,7 @@ class SavedAgent:
         return self.is_current and self.manifest.base.spec == spec
 
     def record(self, spec: str) -> AgentRecord:
-        """Return the lineage, without blocks unless they fit the cache spec of digest `spec`."""
+        """Return the lineage, without blocks unless they fit `spec`, a cache spec's digest."""
         manifest, content, base = self.manifest, self.content, self.manifest.base
         fits = self.fits(spec)
         return AgentRecord(
@@ -106,10 +106,7 @@ class SavedAgent:
 
 
 class LineageReader:
-    """Reads the manifests and logs of one folder; `name` is a lineage's (`manifest.lineage_name`).
-
-    Methods raise FileUnavailable, and BlockRejected for damage.
-    """
+    """Reads one folder's lineages, by `manifest.lineage_name`. Raises FileUnavailable; BlockRejected for damage."""
 
     def __init__(self, files: CacheFiles, folder: Path) -> None:
         self._files = files
@@ -122,7 +119,7 @@ class LineageReader:
         return self._folder / f"{name}.{generation}.log"
 
     def read(self, name: str, served: ServedCache | None) -> SavedAgent:
-        """Raises FileNotFoundError without a manifest."""
+        """Read and check a lineage. Raises FileNotFoundError without a manifest."""
         manifest = self._read_manifest(name)
         try:
             content = self._read_content(manifest)
@@ -132,8 +129,7 @@ class LineageReader:
         return self.as_saved(manifest, content)
 
     def as_saved(self, manifest: Manifest, content: Content) -> SavedAgent:
-        """The transcript can be read again from the log."""
-        content.transcript.store_in(partial(self._read_again, manifest))
+        content.transcript.store_in(partial(self._read_again, manifest))  # so it may leave RAM
         return SavedAgent(manifest, content)
 
     def rebuild(self, name: str, served: ServedCache, generations: Iterable[int]) -> tuple[Rebuilt | None, int | None]:
@@ -207,7 +203,7 @@ def _unless_short_of_memory(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ServedCache:
-    """The served model's cache, to validate lineages."""
+    """The served model's cache."""
 
     spec: CacheSpec
     num_token_ids: int | None = None
@@ -266,7 +262,7 @@ def _check_cache(cache: SavedCache, content: Content) -> None:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The proven part of a lineage; `lost` describes the rest, `is_cut` if the log continues."""
+    """The proven part of a lineage; `lost` describes the rest; `is_cut`: the log continues."""
 
     manifest: Manifest
     content: Content
@@ -275,7 +271,7 @@ class Rebuilt:
 
 
 def read_hint(data: bytes, name: str, model: str) -> Manifest | None:
-    """Parse a damaged manifest; None if it is not the named lineage's. `model`: prefix of the fingerprint."""
+    """Parse a damaged manifest; None if it is not that lineage's. `model`: prefix of the fingerprint."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         hint = manifest_of(json.loads(data))
         if hint.name == name and hint.model.startswith(model):
@@ -293,10 +289,10 @@ def rebuild(
     *,
     is_sound: bool,
 ) -> Rebuilt | None:
-    """Rebuild from the log that proves most; None if no log proves anything.
+    """Rebuild from the stated log, else the newest that proves anything; None if none does.
 
-    `model`: prefix of the fingerprint. `hint`: manifest, undamaged if `is_sound`, or result of `read_hint`.
-    `time`: last use, in Unix time, if no manifest has one.
+    `model`: prefix of the fingerprint. `hint`: the manifest if `is_sound`, or result of `read_hint`. `time`: last use,
+    in Unix time, without a manifest.
     """
     end = None if hint is None else hint.log
     found = [salvage_log(data, name, model, end) for data in logs]

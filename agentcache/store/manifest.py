@@ -1,4 +1,4 @@
-"""A lineage's manifest: the list of its durable data. Written last, it commits a save."""
+"""A lineage's manifest: names its durable data. Written last, it commits a save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentcache.store.transcript_log import LogEnd
 MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
 MAX_TIME = 253402300799  # seconds since 1970: end of year 9999
-_MAX_GROUPS = 1024  # per cache; each block has a file per group
+_MAX_GROUPS = 1024  # per cache
 _MAX_POSITION = 2**32
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
 _BETWEEN = "~"  # not allowed in ids
@@ -40,7 +40,7 @@ _BETWEEN = "~"  # not allowed in ids
 
 @dataclass(frozen=True)
 class ResidualBlocks:
-    """A lineage's residual KV on disk, of one adapter. Attributes as in `SavedCache`; a block per span of `spans`."""
+    """A lineage's residual KV on disk, of one adapter. Attributes as in `SavedCache`; a block per span."""
 
     cache: str
     spec: str
@@ -53,7 +53,7 @@ class ResidualBlocks:
         return tuple(block.chain for block in self.blocks)
 
     def first_tokens(self, num_tokens: int) -> ResidualBlocks | None:
-        """The whole blocks within the first tokens."""
+        """Return the blocks within the first tokens."""
         if num_tokens >= self.num_saved:
             return self
         count = num_tokens // BLOCK_SIZE
@@ -72,13 +72,13 @@ class AgentRecord:
     adapter: str | None
     policy: str
     system: str | None
-    producer: KVOrigin | None  # None for base
+    producer: KVOrigin | None  # None: base
     transcript: Transcript
     num_saved: int  # tokens with KV on disk
-    blocks: tuple[NamedBlock, ...]  # one per span of `spans`
+    blocks: tuple[NamedBlock, ...]  # one per span
     lineage: str = FIRST_LINEAGE
     snapshots: tuple[NamedSnapshot, ...] = ()  # ordered
-    residuals: tuple[ResidualBlocks, ...] = ()  # one per adapter
+    residuals: tuple[ResidualBlocks, ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,7 +116,6 @@ class AgentRecord:
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """Chain keys; those of two origin paths occur twice."""
         return tuple(block.chain for block in self.blocks)
 
     @property
@@ -126,7 +125,7 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class SavedOrigin:
-    """A `KVOrigin` with group names instead of indices."""
+    """A `KVOrigin` by group names."""
 
     key: str
     start: int
@@ -147,9 +146,9 @@ class SavedCache:
 
     name: str  # `Namespace.cache`
     spec: str  # digest of the cache spec
-    groups: tuple[str, ...]  # with chains they give file names
-    num_saved: int  # tokens on disk
-    producer: SavedOrigin | None = None  # None for base
+    groups: tuple[str, ...]  # file names follow from these and chains
+    num_saved: int
+    producer: SavedOrigin | None = None
     snapshots: tuple[SavedSnapshot, ...] = ()  # ordered; only if the last group is the state's
 
     @property
@@ -171,11 +170,10 @@ class SavedCache:
         return KVOrigin(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
-        """In the log's order."""
         return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
-        """With those of checkpoints."""
+        """Keys of blocks and checkpoints."""
         for block in name_blocks(chains, self.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.groups[name.group])
@@ -185,7 +183,7 @@ class SavedCache:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parts of an `AgentRecord` that do not grow, and the log's valid end; base is the first cache."""
+    """The parts of an `AgentRecord` that do not grow, and the log's end; base is the first cache."""
 
     id: str
     model: str
@@ -213,7 +211,7 @@ class Manifest:
         return self.caches[0]
 
     def root_of(self, cache: SavedCache) -> str:
-        """Chain key in front of the cache's first block."""
+        """Return the chain key before the cache's first block."""
         return Namespace(self.model, cache.spec, self.salt, cache.name).root
 
 
@@ -238,7 +236,7 @@ def valid_lineage(lineage: str) -> bool:
 
 
 def lineage_name(agent_id: str, lineage: str) -> str:
-    """Name of a lineage, unique within a model."""
+    """A lineage's name, unique within a model."""
     return agent_id if lineage == FIRST_LINEAGE else f"{agent_id}{_BETWEEN}{lineage}"
 
 
@@ -247,7 +245,7 @@ def agent_of(name: str) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode as JSON in the current format version, with a checksum."""
+    """Encode in the current format version."""
     fields = {
         **vars(manifest),
         "caches": list(map(_cache_fields, manifest.caches)),
@@ -270,10 +268,7 @@ def _cache_fields(cache: SavedCache) -> dict[str, Any]:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse a manifest of this format version or version 1.
-
-    Raises BlockRejected: damaged, or with values that no release writes; FileUnavailable: of a newer release.
-    """
+    """Parse a manifest. Raises BlockRejected; FileUnavailable: of a newer release."""
     try:
         fields = json.loads(data)
         _check_version(fields)

@@ -1,7 +1,7 @@
-"""What a cache folder records about models: their names, and the precision of their KV.
+"""The names of models in a cache folder, and the precision of their KV.
 
-A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, another digest. The
-label ``agents/<name[:16]>/model`` maps a folder to an identity.
+A name is the model's identity or, in older folders, another digest; it is in manifests and chain roots. The label
+``agents/<name[:16]>/model`` maps a folder to an identity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABEL = "model"  # earlier versions read *.json as manifests
 PRECISION_FILE = "precision.json"
 _VERSION = 1
 _MAX_BYTES = 1 << 16
-_PRECISION_VERSION = 1  # of the file; a choice outlives changes in how it is measured
+_PRECISION_VERSION = 1  # of the file; unchanged by new ways to measure
 _MAX_PRECISION_BYTES = 1 << 20
 
 log = logging.getLogger("agentcache.store")
@@ -51,7 +51,7 @@ class ModelNames:
         return cls(names) if isinstance(names, str) else names
 
     def mean(self, name: str, identity: str = "") -> bool:
-        """Whether a manifest or archive is of this model; `identity` is the archive's."""
+        """Whether a manifest, or an archive with `identity`, is of this model."""
         return name in (self.current, *self.former, *self.others) or (identity != "" and identity == self.identity)
 
 
@@ -79,7 +79,7 @@ def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNam
 
 
 def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
-    """Label unlabelled folders, under the lock. A later start retries failures."""
+    """Label folders, under the lock. A later start retries failures."""
     if not names.identity:
         return
     labels = {label.name: label for label in _labels(files) if label.identity == names.identity}
@@ -103,9 +103,9 @@ def identity_of(files: CacheFiles, folder: str) -> str:
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """Return a model's precision, the same for all starts, so that they share blocks; None to measure it.
+    """Return a model's precision, the same for all starts; None to measure it.
 
-    Raises FileUnavailable: another precision would lose all blocks.
+    Raises FileUnavailable: with another precision, all blocks would be lost.
     """
     try:
         return Precision.of(_read_precisions(cache_dir)[fingerprint])
@@ -114,7 +114,7 @@ def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
-    """Save a model's precision, under the lock. Raises StoreError, or FileUnavailable without a change."""
+    """Save a model's precision, under the lock. Raises StoreError, FileUnavailable."""
     if read_precision(cache_dir, fingerprint) == precision:
         return
     models = _read_precisions(cache_dir) | {fingerprint: precision.as_data()}
@@ -142,7 +142,7 @@ def _labels(files: CacheFiles) -> list[_Label]:
 def _folders(files: CacheFiles) -> Sequence[str]:
     try:
         return sorted(name for name, _ in files.list_folder(files.root / AGENTS))
-    except OSError:  # a new folder, or unreadable: opening the store reports it
+    except OSError:  # new, or unreadable: opening the store reports it
         return ()
 
 
@@ -151,7 +151,7 @@ def _has_agents(files: CacheFiles, name: str) -> bool:
         entries = files.list_folder(files.root / AGENTS / folder_of(name))
         if any(entry.endswith(".json") for entry, _ in entries):
             return True
-        # An earlier release may have quarantined them all.
+        # Earlier releases may have quarantined them all.
         return any(".json." in entry for entry, _ in files.list_folder(files.root / QUARANTINE))
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -1,8 +1,8 @@
-"""Stored responses of `/v1/responses`: one file per agent, ``agents/<model>/<id>.responses``.
+"""Stored responses of `/v1/responses`, one file per agent.
 
 A line is a checksum and a JSON object: response, echo, and the request's items. Shared values are in the first line
-that uses them; later lines have their digests. Damaged lines are skipped, and dropped by the next write. Ids contain
-their agent's tag, instead of an index, and never become part of a path.
+that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them. Ids contain their
+agent's tag, to find its file, and never become part of a path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUFFIX = ".responses"
 MOST_BYTES = 32 << 20  # per agent
 MOST_LINE_BYTES = MOST_BYTES // 2
 _MOST_RAM_BYTES = 2 * MOST_BYTES
-# The bounds also limit RAM, by `_weight`: a line of empty lists takes 25 times its length.
+# Bounds also limit RAM, by `_weight`: a line of empty lists takes 25 times its length.
 _RAM_PER_BYTE = 4
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # RAM of a list, an object, an entry, a value behind a comma.
@@ -49,7 +49,7 @@ class TooLarge(StoreError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as sent, the echo of its request, and the request's items, resolved."""
+    """A response as sent, and its request's echo and resolved items."""
 
     body: Mapping[str, Any]
     echo: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Continued:
     """Stored data that a request refers to."""
 
     agent: str | None = None  # of the continued response, else of the first item
-    responses: tuple[StoredResponse, ...] = ()  # oldest first, the continued one last
+    responses: tuple[StoredResponse, ...] = ()  # oldest first
     items: Mapping[str, Item] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # ids that are not stored; a response's first
 
@@ -85,7 +85,7 @@ class Continued:
 
 
 def new_id(prefix: str, agent: str | None) -> str:
-    """Return an id for a response or item, tagged with its agent."""
+    """Return an id tagged with its agent."""
     return f"{prefix}_{_tag(agent or '')}{secrets.token_hex(12)}"
 
 
@@ -103,8 +103,7 @@ class _Content:
     is_whole: bool = True
 
     def line_of(self, response: StoredResponse) -> bytes:
-        """Adds the response's new values to `values`."""
-        new: dict[str, Any] = {}
+        new: dict[str, Any] = {}  # added to `values`
 
         def named(value: Any) -> str:
             text = _dump(value)
@@ -139,10 +138,9 @@ class _Content:
 
 
 class ResponseFiles:
-    """Stored responses of one model's agents; the only reader and writer of their files. One thread.
+    """The only reader and writer of stored responses, for one model. One thread. Raises StoreError if files fail.
 
-    Files in `former`, folders with the model's former names, move to `folder` unless the agent has one there. Methods
-    raise StoreError for unreadable files.
+    Files in `former`, folders with the model's former names, move to `folder` unless the agent has one there.
     """
 
     def __init__(
@@ -260,7 +258,7 @@ class ResponseFiles:
     def add(self, agent: str, response: StoredResponse) -> int:
         """Store a response durably; return the bytes written. A full file drops the stalest conversations.
 
-        Raises TooLarge, DiskBudgetExceeded: nothing has changed; StoreError: the agent is not on disk; OSError.
+        Raises TooLarge, DiskBudgetExceeded: nothing changed; StoreError: the agent is not on disk; OSError.
         """
         if not self._is_saved(agent):
             raise StoreError(f"agent {agent} is not on disk")
@@ -287,7 +285,7 @@ class ResponseFiles:
         return len(line)
 
     def delete(self, response_id: str) -> bool:
-        """Return whether the response existed. Raises StoreError, OSError."""
+        """Delete a response; return whether it existed. Raises StoreError, OSError."""
         found = self.find(response_id)
         if found is None:
             return False
@@ -352,7 +350,7 @@ class ResponseFiles:
 
 
 def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
-    """Choose whole conversations within half of the bound, latest first; `continued`'s before them, cut if needed."""
+    """Choose conversations within half the bound: `continued`'s, cut if needed; then whole ones, latest first."""
     chosen: set[str] = set()
     room, sizes = MOST_BYTES // 2, _Content()
     for newest in filter(None, (content.responses.get(continued or ""), *reversed(content.responses.values()))):
@@ -383,7 +381,7 @@ def _dump(value: Any) -> str:
 
 
 def _weight(line: bytes) -> int:
-    """A line's length or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
+    """Length or, if larger, RAM divided by `_RAM_PER_BYTE`."""
     values = _STRING.sub(b"", line)
     return max(len(line), sum(values.count(mark) * size for mark, size in _VALUE_BYTES.items()) // _RAM_PER_BYTE)
 

@@ -26,8 +26,8 @@ log = logging.getLogger("agentcache.store")
 class SavedAgents:
     """The lineages in all agent folders, given by `model[:16]`.
 
-    Blocks of another model or precision (cache spec of digest `spec`) are **unreadable**. They stay for a server that
-    reads them, until room is needed or their lineage is saved again or deleted.
+    Blocks of another model or cache spec are **unreadable**. They stay for a server that reads them, until room is
+    needed or their lineage is saved again or deleted.
     """
 
     def __init__(self, folders: Mapping[str, AgentFolder], model: str, spec: str, blocks: BlockFolder) -> None:
@@ -38,18 +38,18 @@ class SavedAgents:
         self.served = folders[model[:16]]
 
     def load_served(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> list[SavedAgent]:
-        """As `AgentFolder.load`, for the served model's lineages."""
+        """Load the served model's (`AgentFolder.load`)."""
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """As `AgentFolder.load_again`, without lineages of other models."""
+        """As `AgentFolder.load_again`, for the served model."""
         loaded = self.served.load_again(names)
         self._classify(loaded)
         return [agent for agent in loaded if self._is_served(agent)]
 
     def load_all(self) -> None:
-        """Load all models' lineages, for the methods below. Transcripts leave RAM."""
+        """Load all models' lineages, for the methods below; their transcripts leave RAM."""
         for folder in self._folders.values():
             self._load(folder, _leave_ram)
 
@@ -108,18 +108,18 @@ class SavedAgents:
 
 
 class BlockClaims:
-    """Which blocks the manifests name, and which must stay: `Store` asks before it deletes."""
+    """Knows which blocks must stay: `Store` asks before it deletes."""
 
     def __init__(self, blocks: BlockReader, has: Callable[[str], bool]) -> None:
         self.agents: SavedAgents | None = None
         self.knows_all_manifests = False  # and logs, as found by `look`
         self._blocks = blocks
         self._has = has
-        self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged manifests or logs may name
-        self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
+        self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged files may name
+        self._spared: set[str] = set()  # all blocks at start if manifests are unavailable; deleted only for room
 
     def look(self, *, is_unavailable: bool, is_damaged: bool) -> None:
-        """Call at start, after `SavedAgents.load_all`."""
+        """Compare blocks and manifests at start, after `SavedAgents.load_all`."""
         self.knows_all_manifests = not is_unavailable and not is_damaged
         if self.knows_all_manifests:
             return
@@ -131,7 +131,7 @@ class BlockClaims:
             log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
 
     def spare_none(self) -> None:
-        """All manifests are available again."""
+        """Note that all manifests are available again."""
         self._spared = set()
 
     def named(self) -> set[str]:
@@ -144,11 +144,11 @@ class BlockClaims:
 
     @property
     def unclaimed_bytes(self) -> int:
-        """Bytes of blocks that unavailable manifests may name: not evictable."""
+        """Bytes of blocks that are not evictable: unavailable manifests may name them."""
         return sum(map(self._blocks.size_of, self._unclaimed - self.named())) if self._spared else 0
 
     def take_unclaimed(self, in_use: Collection[str]) -> set[str]:
-        """Return, once, the blocks that only damaged files may name, without `in_use`."""
+        """Return, once, blocks that only damaged files may name, without `in_use`."""
         if self._spared:
             return set()
         unclaimed, self._unclaimed = self._unclaimed, set()
@@ -158,7 +158,7 @@ class BlockClaims:
         return None if self.agents is None else self.agents.stalest_unreadable(self._has)
 
     def unreadable_last_used(self) -> float | None:
-        """Unix time."""
+        """Last use of that lineage, in Unix time."""
         agent = self.stalest_unreadable()
         return None if agent is None else agent.manifest.last_used
 
@@ -168,10 +168,10 @@ def _leave_ram(agent: SavedAgent) -> None:
 
 
 class FormerAgents:
-    """The lineages in folders with former names of the served model, renamed if the served folder has the name.
+    """Lineages under former names of the served model, renamed if the served folder has the name.
 
-    Their blocks are not used: the addresses contain the former name. A lineage stays until it is saved in the served
-    folder or deleted. Earlier `folders`, by former name, take precedence.
+    Their blocks are not used: addresses contain the model's name. A lineage stays until it is saved in the served
+    folder or deleted. Earlier `folders` take precedence.
     """
 
     def __init__(self, model: str, folders: Mapping[str, AgentFolder]) -> None:
@@ -180,9 +180,9 @@ class FormerAgents:
         self._found: dict[str, tuple[AgentFolder, SavedAgent]] = {}
 
     def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
-        """Load former lineages, at most `most` per agent; return those added. A served one is never replaced.
+        """Load former lineages while the agent has fewer than `most`; return them. A served one is never replaced.
 
-        One that a served lineage continues was saved there; its files are removed.
+        One that a served lineage continues was saved there: its files are removed.
         """
         agents: dict[str, list[AgentRecord]] = {}
         for record in served:
@@ -267,16 +267,13 @@ def _continues(other: AgentRecord, record: AgentRecord) -> bool:
 
 
 def _new_lineage(saved: SavedAgent) -> str:
-    """The same at each start."""
+    # The same at each start.
     name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
     return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
 
 
 class QuarantinedAgents:
-    """Restores sound agents from quarantine at a start, before any folder of agents is loaded.
-
-    Earlier releases quarantined files that were unreadable then, or of a newer release.
-    """
+    """Restores sound agents that earlier releases quarantined, before any folder of agents is loaded."""
 
     def __init__(
         self,
@@ -289,7 +286,7 @@ class QuarantinedAgents:
         self._folders = {folder.name: folder for folder in folders}
 
     def restore(self) -> None:
-        """Move sound lineages back, the last used first, if their names are free. Never raises."""
+        """Move sound lineages back if their names are free, the last used first. Never raises."""
         found = [(manifest, path) for path in self._paths(".json") if (manifest := self._read(path)) is not None]
         for manifest, path in sorted(found, key=lambda each: each[0].last_used, reverse=True):
             folder = self._folders.get(manifest.model[:16])
@@ -333,7 +330,7 @@ class QuarantinedAgents:
         return None
 
     def _move(self, manifest: Manifest, folder: Path, path: Path, source: Path) -> None:
-        """Move the log first: a crash leaves the manifest in quarantine, for the next start."""
+        """Move the log first: after a crash, the next start finds the manifest in quarantine."""
         name = f"{manifest.name}.{manifest.log.generation}.log"
         try:
             if source.parent != folder:

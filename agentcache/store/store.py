@@ -1,7 +1,4 @@
-"""The cache folder: durable blocks and agents. Its layout is in docs/memory.md.
-
-After a crash each agent is as of one of its saves; the next start removes leftovers.
-"""
+"""The cache folder: durable blocks and agents. After a crash each agent is as of one of its saves."""
 
 from __future__ import annotations
 
@@ -39,23 +36,15 @@ _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
 
 def no_fault(step: str) -> None:
-    """The default `Fault`: none."""
+    """The `Fault` of production."""
 
 
 class Store:
-    """Owner of one cache folder, for one model: its only writer, on one thread. Methods raise StoreError if files fail.
+    """The only writer of one cache folder, on one thread, for one model. Raises StoreError, CacheFolderInUse.
 
-    Args:
-        disk_budget: bytes; None for an automatic budget.
-        blocks_only: manifests are in another rank's folder; each batch of blocks is flushed.
-        when_lost: called on the writer thread after files were lost.
-
-    Attributes:
-        blocks: thread-safe.
-        claims: valid after `collect_orphans`.
-        usage: callers only read.
-
-    Raises CacheFolderInUse.
+    `disk_budget`: bytes; None for an automatic one. `blocks_only`: another rank's folder has the manifests, so each
+    batch of blocks is flushed. `when_lost`: called on the writer thread after files were lost. `blocks` is thread-safe;
+    `claims` is valid after `collect_orphans`.
     """
 
     def __init__(
@@ -131,7 +120,7 @@ class Store:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Wrap related writes; recreates removed folders first."""
+        """Wrap related writes; recreate removed folders first."""
         with self._files.keep_open() as is_outermost:
             if is_outermost:
                 with as_store_error("use the cache folder"):
@@ -162,7 +151,7 @@ class Store:
         self._lock.release()
 
     def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
-        """As `AgentFolder.load`, for the served model."""
+        """Load the served model's lineages, former names' too; `take` as in `AgentFolder.load`."""
         served: list[AgentRecord] = []
 
         def take_served(agent: SavedAgent) -> None:
@@ -179,7 +168,7 @@ class Store:
         return {**self._former.unavailable, **self._agents.served.unavailable}
 
     def load_again(self, agent_id: str) -> list[AgentRecord]:
-        """Retry an agent's unavailable lineages, not those in former folders; return those now available."""
+        """Retry an agent's unavailable lineages, except in former folders; return those now available."""
         names = [name for name in self._agents.served.unavailable if agent_of(name) == agent_id]
         with as_store_error(f"look for agent {agent_id}"), self.visit():
             found = self._agents.load_again(names)
@@ -188,24 +177,21 @@ class Store:
             return [agent.record(self._spec.digest) for agent in found]
 
     def save_agent(self, record: AgentRecord) -> int:
-        """Make a lineage durable, after its blocks; return the bytes written.
-
-        After a StoreError, the lineage on disk is the previous one or `record`, complete.
-        """
+        """Make a lineage durable, after its blocks; return the bytes written. Raises as `AgentFolder.save`."""
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"), self.visit():
             unreadable = self._unreadable_blocks(record.name)
             groups = tuple(group.name for group in self._spec.all_groups)
             written = self._agents.served.save(record, self._spec.digest, groups)
-            with suppress(OSError):  # saved already; the next start removes the former files
+            with suppress(OSError):  # saved already; the next start retries
                 self._former.remove(record.name)
             if unreadable:  # without their manifest, no eviction would find them
                 self.delete_blocks(unreadable)
             return written
 
     def has_agent(self, name: str) -> bool:
-        """Thread-safe."""
+        """Whether a lineage is on disk. Thread-safe."""
         return self._agents.served.find(name) is not None or self._former.has(name)
 
     def _has_manifest_of(self, agent_id: str) -> bool:
@@ -230,13 +216,13 @@ class Store:
         ]
 
     def has(self, block_key: str) -> bool:
-        """As `BlockReader.has`. Thread-safe."""
+        """Whether the block exists (`BlockReader.has`). Thread-safe."""
         return self._blocks.has(block_key)
 
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
     ) -> list[StoredBlock | None]:
-        """None for each missing or wrong block."""
+        """Read and verify blocks; None for each missing or wrong one."""
         places = [None] * len(headers) if buffers is None else buffers
         found: list[StoredBlock | None] = []
         for header, buffer in zip(headers, places, strict=True):
@@ -250,12 +236,12 @@ class Store:
         return self._blocks.decode_zeros(header, buffer)
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """As `BlockFolder.write`; StoreError instead of OSError."""
+        """Write as `BlockFolder.write`; raise StoreError instead of OSError."""
         with as_store_error("write blocks"), self.visit():
             return self._blocks.write(blocks)
 
     def require_blocks(self, keys: Iterable[str]) -> None:
-        """Check on disk that blocks exist, before a manifest names them. Raises BlocksLost."""
+        """Check on disk that blocks exist, before a manifest names them; else raise BlocksLost."""
         with as_store_error("look for blocks"), self.visit():
             self._files.close_replaced()
             if not self._blocks.all_there(keys):
@@ -263,14 +249,14 @@ class Store:
                 raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        """Keep those that must stay (`BlockClaims.deletable`); return the bytes freed."""
+        """Delete blocks that need not stay (`BlockClaims.deletable`); return the bytes freed."""
         with as_store_error("delete blocks"), self.visit():
             return self._blocks.delete(self.claims.deletable(keys, for_room=for_room))
 
     def collect_orphans(self) -> int:
-        """Remove blocks that no manifest names, left by a crash; return their number. Call before the first write.
+        """Remove blocks that no manifest names, unless an unavailable or damaged one may; return their number.
 
-        Blocks stay if an unavailable or damaged manifest or log may name them.
+        Call before the first write.
         """
         with as_store_error("collect orphans"):
             self._agents.load_all()
@@ -283,7 +269,7 @@ class Store:
             return self._blocks.delete_all_but(self.claims.named())
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
-        """Empty quarantine, remove unclaimed blocks (`BlockClaims.take_unclaimed`); return the bytes freed."""
+        """Empty quarantine; remove `BlockClaims.take_unclaimed`; return the bytes freed."""
         freed = self.usage.quarantine.empty()
         unclaimed = self.claims.take_unclaimed(in_use)
         return freed + (self.delete_blocks(unclaimed, for_room=True) if unclaimed else 0)
@@ -294,12 +280,12 @@ class Store:
         return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def latest_use(self) -> float:
-        """Unix time, or 0."""
+        """Latest use of any lineage, in Unix time, or 0."""
         return self._agents.latest_use()
 
 
 def _make_root(root: Path) -> None:
-    """Create a missing cache folder, durably. Set its mode, unless it has foreign entries."""
+    """Create a missing cache folder, durably; set its mode unless it has foreign entries."""
     try:
         new = make_private_folder(root)
     except FileExistsError:

@@ -1,7 +1,7 @@
 """The append-only transcript log of one lineage.
 
-Each line is a JSON record behind a checksum over all lines so far. The first names the agent; later ones state how much
-content stays and what is added.
+Each line is a JSON record behind a checksum over all lines so far. The first names the agent; later ones say how much
+content stays, and add more.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _EMPTY = Transcript("", array("I"), array("I"), ())
 
 @dataclass(frozen=True)
 class Content:
-    """All data of a lineage that grows with its transcript.
-
-    `chains`: chain keys by cache, in the order of `origin_paths.spans`; no empty entries.
-    """
+    """A lineage's data that grows. `chains`: chain keys by cache, in the order of `spans`; no empty entries."""
 
     transcript: Transcript
     chains: Mapping[str, tuple[str, ...]]
@@ -52,7 +49,6 @@ class LogEnd:
 
 
 def least_bytes(content: Content) -> int:
-    """Lower bound of a log's length."""
     return 10 * len(content.transcript) + content.transcript.num_chars
 
 
@@ -64,16 +60,13 @@ def start_log(agent_id: str, model: str, generation: int, content: Content) -> t
 
 
 def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
-    """Return the bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
+    """Return the bytes to append at `end` to turn `old` into `new`, and the new end."""
     line = _line(end.checksum, _changes(old, new))
     return line, LogEnd(end.generation, end.num_bytes + len(line), _checksum_of(line))
 
 
 def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_version: int = FORMAT_VERSION) -> Content:
-    """Parse the valid part of a log.
-
-    Raises BlockRejected: not the log of that agent and model with that end; FileUnavailable: of a newer release.
-    """
+    """Parse the valid part of that agent's log. Raises BlockRejected; FileUnavailable: of a newer release."""
     try:
         return _parse_log(data, agent_id, model, end, format_version)
     except BlockRejected:
@@ -98,7 +91,7 @@ def _parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_versi
 
 @dataclass(frozen=True)
 class SalvagedLog:
-    """The part of a log that its checksums prove; `lost_bytes` follow it."""
+    """The proven part of a log; `lost_bytes` follow it."""
 
     end: LogEnd
     content: Content
@@ -110,7 +103,7 @@ class SalvagedLog:
 def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
     """Return the longest proven prefix of a log; None without content of that agent and model.
 
-    `model`: prefix of the fingerprint. The whole log is read if no record ends at `end`, as a manifest states it.
+    `model`: prefix of the fingerprint. `end`: as a manifest states it; ignored if no record ends there.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
@@ -143,7 +136,7 @@ def _checksum_of(line: bytes) -> str:
 
 
 def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
-    """Raises BlockRejected, even after the last record."""
+    """Yield records; raise BlockRejected, even after the last one."""
     checksum, begin, count = "", 0, 0
     while (stop := data.find(b"\n", begin, end.num_bytes)) >= 0:
         line, begin, count = data[begin:stop], stop + 1, count + 1
@@ -190,7 +183,6 @@ def _first_record(agent_id: str, model: str, generation: int, format_version: in
 
 
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """`keep`: numbers of tokens, characters and spans that stay."""
     changes = _changed_words(old.transcript, new.transcript)
     changes["chains"] = dict(_changed_chains(old.chains, new.chains))
     return changes if new.system == old.system else {**changes, "system": new.system}
@@ -284,7 +276,7 @@ def _replay(records: Iterable[Mapping[str, Any]]) -> Content:
 
 
 class _Text:
-    """A text that changes at its end, in time linear in the appended length."""
+    """A text that changes at its end, in linear time."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[str, int]] = []  # text, number of valid characters

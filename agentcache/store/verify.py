@@ -1,6 +1,6 @@
-"""Verify all files in a cache folder. Read-only; needs no model; may run beside a server.
+"""Verify all files in a cache folder, of any model and format version. Read-only; may run beside a server.
 
-An independent reader: it recomputes keys and checksums from content, for any model and format version 1.
+An independent reader: it recomputes keys and checksums from content.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8"
 class FolderReport:
     """Summary of a cache folder."""
 
-    blocks: int  # sound ones
-    agents: int  # sound ones
-    missing_blocks: int  # evicted blocks that agents name; 0 if a block folder is unavailable
+    blocks: int  # sound
+    agents: int  # sound
+    missing_blocks: int  # evicted, but named; 0 if a block folder is unavailable
     unnamed_blocks: int  # the next start removes them
     problems: tuple[str, ...]  # a sentence per damaged file
-    unavailable: tuple[str, ...] = ()  # a sentence per file or folder
+    unavailable: tuple[str, ...] = ()  # one per file or folder
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
@@ -74,7 +74,7 @@ def verify_folder(cache_dir: Path) -> FolderReport:
 
 
 def find_unavailable(cache_dir: Path) -> list[str]:
-    """Return a sentence per unavailable folder, manifest or log. Reads no blocks."""
+    """Return a sentence per unavailable folder, manifest or log."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     _list(files, "blocks", ".safetensors", findings)
@@ -150,10 +150,7 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
 
 
 def examine_block(data: bytes) -> str:
-    """Verify a block file's bytes; return the key that follows from its content.
-
-    Raises BlockRejected, FileUnavailable.
-    """
+    """Verify a block file; return the key that follows from its content. Raises BlockRejected, FileUnavailable."""
     head_size = 8 + int.from_bytes(data[:8], "little")
     if head_size > MAX_HEADER_BYTES:
         raise BlockRejected(f"its header of {head_size} bytes is too long")
@@ -189,7 +186,7 @@ def _digest(head: bytes, tensors: memoryview, stated: str) -> str:
 
 
 def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -> None:
-    """A version that is damaged alone is not refused."""
+    # Not if only the version is damaged.
     if version in _VERSIONS:
         return
     field = '"format_version":"{}"'

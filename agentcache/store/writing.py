@@ -1,6 +1,6 @@
 """Atomic, durable writes to the cache folder: temporary file, sync, rename, sync of the folder.
 
-A turn flushes the drive once, with its last sync, of the manifest's folder; that covers the earlier ones.
+A turn flushes the drive once: its last sync, of the manifest's folder, covers the earlier ones.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Replacement:
 def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault, *, covered: bool = False) -> None:
     """Replace `path` atomically, durable at once or, if `covered`, after a later sync.
 
-    After an OSError it has the old or the new content, complete.
+    After an OSError it has its old or new content, complete.
     """
     replacement = Replacement(files, path, kind, fault)
     try:
@@ -97,7 +97,7 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
 def append_file(
     files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault, *, covered: bool = True
 ) -> None:
-    """Write `data` at `offset`, as durably as `replace_file`, and truncate behind it.
+    """Replace what follows `offset` by `data`. `covered` as in `replace_file`.
 
     After an OSError the first `offset` bytes are unchanged.
     """
@@ -116,7 +116,7 @@ def append_file(
 
 
 class FolderLock:
-    """An exclusive lock on a cache folder, until `release` or process exit. Raises CacheFolderInUse, StoreError."""
+    """Locks a cache folder until `release` or process exit. Raises CacheFolderInUse, StoreError."""
 
     def __init__(self, files: CacheFiles) -> None:
         cache_dir = files.root
@@ -184,10 +184,7 @@ class _Job(Generic[T]):
 
 
 class Writer:
-    """Runs jobs in order on one thread, so that a manifest never precedes its blocks.
-
-    `submit` blocks while the queued jobs have more than `max_bytes`.
-    """
+    """Runs jobs in order on one thread, so that a manifest never precedes its blocks."""
 
     def __init__(self, max_bytes: int = 512 << 20) -> None:
         self._max_bytes = max_bytes
@@ -199,7 +196,10 @@ class Writer:
         self._thread = start_thread("agentcache-writer", self._loop, self._died)
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue `run`; `done` gets its result or error on the writer thread."""
+        """Queue `run`; block while jobs have over `max_bytes`. `done` gets its result or error on the writer thread.
+
+        After `close`, `done` gets an error at once.
+        """
         if not self._queue(_Job(run, done, num_bytes)):
             done(StoreError("the writer is closed"))
 
