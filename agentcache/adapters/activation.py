@@ -1,6 +1,6 @@
-"""How a request uses its adapter: its policy, and the first token that the adapter acts on.
+"""How a request uses its adapter: policy, and first token that the adapter acts on.
 
-Activated LoRA (arXiv 2504.12397) acts from the last invocation, a token sequence. Shared prefill (arXiv 2602.12029)
+Activated LoRA (arXiv 2504.12397) acts from its last invocation, a token sequence. Shared prefill (arXiv 2602.12029)
 acts from the prompt's last token.
 """
 
@@ -23,12 +23,8 @@ _START_PARAM, _POLICY_PARAM = "agentcache.invocation_start", "agentcache.policy"
 class AdapterUse:
     """One request's use of an adapter.
 
-    Args:
-        start: first position it acts on; None if it does not act.
-        groups: cache groups that it changes, by index.
-        is_decoder: whether it is a whole model.
-        stepped_from: requested policy, if another is used.
-        may_share: whether it may become `residual` when memory is scarce.
+    `start`: first position it acts on; None if it does not act. `stepped_from`: requested policy, if another is used.
+    `may_share`: it may become `residual` when memory is scarce. `is_decoder`: it is a whole model.
     """
 
     name: str
@@ -76,7 +72,7 @@ class AdapterUse:
 def use_adapter(
     adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
 ) -> AdapterUse:
-    """Raises InvalidRequest."""
+    """Return the request's use. Raises InvalidRequest."""
     is_open = adapter.may_share if policy is None else policy is Policy.AUTO and not adapter.residual_refusal
     policy = resolve_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
@@ -102,7 +98,7 @@ def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: 
     if policy is Policy.EXACT or policy in LOSSY:
         return 0
     if policy is Policy.PREFILL_SHARE:
-        # Without generated tokens, base computes the whole prompt.
+        # Base computes all without generated tokens.
         return None if request.sampling.max_tokens == 0 else max(0, len(token_ids) - 1)
     if request.invocation_start is not None:
         return _checked_start(request.invocation_start, len(token_ids))
@@ -131,7 +127,7 @@ def _invocation(adapter: ServedAdapter, request: Request, token_ids: Sequence[in
 
 
 def find_last(token_ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Return the last occurrence of `wanted` (not empty), also an overlapping one."""
+    """Return the last occurrence of `wanted` (not empty), even overlapping."""
     text, pattern = pack_token_ids(token_ids), pack_token_ids(wanted)
     found = text.rfind(pattern)
     while found % _TOKEN_BYTES and found >= 0:

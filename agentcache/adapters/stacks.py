@@ -14,10 +14,7 @@ _REVIEW_STEPS = 256  # by then every row has needed a block
 
 
 class StackLoan:
-    """Decides which adapters are stacked. Engine thread only.
-
-    A review drops stacks with an unused adapter and returns unused bytes.
-    """
+    """Decides which adapters are stacked. Engine thread only."""
 
     def __init__(self, stacks: Stacks, ledger: Ledger) -> None:
         self._stacks = stacks
@@ -28,7 +25,7 @@ class StackLoan:
         self._refused: frozenset[AdapterWeights] = frozenset()
 
     def prepare(self, rows: Sequence[RowAdapter | None]) -> None:
-        """Stack the adapters of the next step, if it mixes several and there is room."""
+        """Stack the next step's adapters, if several and there is room."""
         self._review()
         adapters = frozenset(row.weights for row in rows if row is not None)
         if len(adapters) < 2:
@@ -68,7 +65,7 @@ class StackLoan:
         self._account.set_bytes(0)
 
     def forget(self, weights: AdapterWeights) -> None:
-        """Drop references to an adapter."""
+        """Drop references to an adapter. The loan stays until the next review."""
         if weights in self._stacks.adapters:
             self._stacks.clear()
         self._used.discard(weights)

@@ -25,11 +25,11 @@ class ServedAdapter:
     """Meaning of an adapter's name.
 
     Args:
-        policy: default policy; never `auto`.
-        groups: cache groups whose KV can differ from base's, by index.
+        policy: default; never `auto`.
+        groups: indices of cache groups whose KV can differ from base's.
         residual_refusal: why its requests cannot be `residual`, or empty.
-        may_share: whether requests without a policy may become `residual` when memory is scarce.
-        is_member: whether another adapter has the same A matrices.
+        may_share: requests without policy may become `residual` when memory is scarce.
+        is_member: another adapter has the same A matrices.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ServedAdapter:
 
     @property
     def family(self) -> str:
-        """Digest of its A matrices; empty for a whole model."""
+        """Digest of the A matrices; empty for a whole model."""
         return self.source.family
 
     @property
@@ -60,7 +60,7 @@ def _is_decoder(source: AdapterSource) -> bool:
 
 
 def check_adapter_name(name: str) -> str:
-    """Return a valid name, as used in URLs and after `<model>:`; else raise InvalidRequest."""
+    """Return a valid name, for URLs and `<model>:NAME`; else raise InvalidRequest."""
     if not is_name(name):
         raise InvalidRequest(f"{name!r:.80} is no adapter name: use {RULE}", param="name")
     return name
@@ -82,7 +82,7 @@ def resolve_policy(
 
 
 class AdapterTable:
-    """Adapters by name; users, and weights on the device, by digest."""
+    """Adapters by name; their users and weights on the device, by digest."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -127,7 +127,7 @@ class AdapterTable:
         )
 
     def claim(self, adapter: ServedAdapter) -> None:
-        """Add a user: the weights stay on the device."""
+        """Add a user: weights stay on the device."""
         self._users[adapter.digest] += 1
         if adapter.digest in self._resident:
             self._resident[adapter.digest] = self._resident.pop(adapter.digest)
@@ -152,7 +152,7 @@ class AdapterTable:
         return sum(self._resident.values())
 
     def victims(self, nbytes: int) -> list[str] | None:
-        """Return unused digests to drop for `nbytes` more; None if not enough."""
+        """Return unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
         excess, chosen = self.resident_bytes + nbytes - self.budget, list[str]()
         for digest, held in self._resident.items():
             if excess <= 0:

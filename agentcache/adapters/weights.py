@@ -20,7 +20,7 @@ _SHARE = 0.5  # of the budget above all floors
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A decoder being loaded. All its bytes count at once."""
+    """A decoder being loaded; all its bytes count."""
 
     decoder: Decoder
     pieces: Iterator[DecoderWeights | None]
@@ -31,7 +31,7 @@ class _Arrival:
 
 
 class AdapterWeightSet:
-    """Weights on the device, by digest. `AdapterTable` decides which to drop. Engine thread only."""
+    """Weights on the device, by digest; `AdapterTable` decides which to drop. Engine thread only."""
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, ledger: Ledger) -> None:
         self._loaded = loaded
@@ -60,7 +60,7 @@ class AdapterWeightSet:
     def load(self, content: Content) -> bool:
         """Load an adapter, or a decoder's next piece; True when complete.
 
-        Raises OutOfBlocks, or UnsupportedAdapter if the decoder does not fit the base model.
+        Raises OutOfBlocks, or UnsupportedAdapter if the decoder does not fit base.
         """
         try:
             return self._load_piece(content) if isinstance(content, Decoder) else self._load(content)
@@ -116,13 +116,13 @@ class AdapterWeightSet:
         return RowAdapter(self._weights[use.digest], use.start)
 
     def cut(self, use: AdapterUse | None) -> int:
-        """Layer below which a request's tokens are base's, or 0."""
+        """Layer below which a request's tokens are base's; 0 for none."""
         row = None if use is None or use.is_residual else self.row(use)
         return 0 if row is None else trunk_cut(row.weights.adapter, self._loaded.spec)
 
     @property
     def cuts(self) -> list[int]:
-        """Layers at which loaded adapters can use cached hidden states, ascending."""
+        """Layers where loaded adapters can use hidden states, ascending."""
         cuts = {trunk_cut(weights.adapter, self._loaded.spec) for weights in self._weights.values()}
         return sorted(cuts - {0})
 

@@ -1,1 +1,1 @@
-"""Keys, reference counts, radix tree and prompt matching. Plain Python."""
+"""Keys, block tables, radix tree and prompt matching, in plain Python."""

@@ -1,4 +1,4 @@
-"""Allocates and evicts block slots, and resizes pools within the ledger's budget."""
+"""Allocates and evicts block slots; resizes pools within the ledger's budget."""
 
 from __future__ import annotations
 
@@ -42,14 +42,10 @@ class _Kind:
 
 
 class BlockAllocator:
-    """The pools of one cache. Groups of one attention kind grow together and share an account.
+    """Pools of one cache. Groups of one attention kind grow together and share an account.
 
-    Args:
-        readers: block tables of all running requests; the caller updates them.
-        headroom: returns the machine's free bytes.
-
-    Attributes:
-        is_sparing: evict unread blocks before growing.
+    `readers`: block tables of running requests, updated by the caller. `headroom` returns the machine's free bytes.
+    `is_sparing`: evict unread blocks before growing.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class BlockAllocator:
         self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
-        self._kinds = [kinds[window] for window in windows]  # by group
+        self._kinds = [kinds[window] for window in windows]
         self._unbounded_bytes = sum(group.bytes_per_block for group in slots.groups if group.window is None)
 
     def _open(self, window: int | None) -> _Kind:
@@ -87,7 +83,7 @@ class BlockAllocator:
         return _Kind(members, account)
 
     def allocate(self, index: int) -> int:
-        """Raises OutOfBlocks, or OutOfMemory if the budget has room."""
+        """Return a slot. Raises OutOfBlocks, or OutOfMemory if the budget has room."""
         if not self._pools[index].num_free and not self._free_one(index):
             if self._growth_within(self._kinds[index].account.room, index):
                 raise OutOfMemory("the machine has no memory left for what running requests need")
@@ -112,7 +108,7 @@ class BlockAllocator:
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow, at the expense of other attention kinds. No other request may run."""
+        """Grow at other attention kinds' expense. No other request may run."""
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
@@ -165,7 +161,7 @@ class BlockAllocator:
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
         freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
-        # Only an account with a share may move blocks being read; this cache may not, as pending copies name slots.
+        # Only accounts with a share may move blocks being read, but not their own cache's: pending copies name slots.
         moves_read = asker.family in self._ledger.shares and not is_own
         while freed < num_bytes:
             donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker]
@@ -233,7 +229,7 @@ class BlockAllocator:
 
 
 class EvictionOrder:
-    """Frees slots: least recently used first, leaves before ancestors."""
+    """Frees least recently used slots first, leaves before ancestors."""
 
     def __init__(self, slots: Slots, tree: RadixTree) -> None:
         self._slots = slots

@@ -39,12 +39,9 @@ class PathBlock(NamedTuple):
 
 @dataclass(eq=False)
 class OriginPath:
-    """One origin path of a request.
+    """A request's blocks of one origin: full published `nodes`, then cached ones `ahead` of its end.
 
-    Attributes:
-        nodes: published full blocks.
-        tail: node with the unfinished block's first tokens.
-        ahead: cached full blocks after the request's end.
+    `tail` has the unfinished block's first tokens.
     """
 
     layout: PathLayout
@@ -74,10 +71,10 @@ class BlockTables:
 
     Attributes:
         root: chain key of the namespace.
-        state: slot of the checkpoint to start from, until the row has copied it.
-        snapshots: last checkpoints that it started from or created.
-        next_start: the one where the next prompt probably starts.
         loads, copies: due before the first step.
+        state: slot of the checkpoint to start from, until the row has copied it.
+        snapshots: last checkpoints started from or created.
+        next_start: the one where the next prompt probably starts.
     """
 
     root: str
@@ -102,7 +99,6 @@ class BlockTables:
 
 
 def check_sequences(sequences: Collection[BlockTables], tree: RadixTree, *, has_state: bool) -> None:
-    """Raise BrokenInvariant if reader counts are wrong or requests do not follow the tree."""
     _check_readers(sequences, tree)
     for sequence in sequences:
         _check_paths(sequence, tree, has_state)

@@ -1,4 +1,4 @@
-"""Hidden-state cache: the input of layer `cut` for base's blocks. Adapters that begin there skip the layers below."""
+"""Hidden-state cache: inputs of layer `cut` for base's blocks. Adapters that begin there skip lower layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HiddenStatePlan:
-    """Hidden states that one row's step reads (input of `cut`, its first layer) and writes, by layer."""
+    """Hidden states that a row's step reads (for its first layer, `cut`) and writes, by layer."""
 
     cut: int = 0
     reads: Sequence[Piece] = ()
@@ -42,7 +42,7 @@ class HiddenStatePlan:
 
 
 class HiddenStateCache:
-    """Slots by address, under a separate budget."""
+    """Slots by address, with a separate budget."""
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
         self.num_slots = num_slots
@@ -67,7 +67,7 @@ class HiddenStateCache:
         return count
 
     def lock(self, names: Sequence[HiddenStateKey]) -> list[int]:
-        """Pin cached blocks until `release`; mark them as just used."""
+        """Pin cached blocks until `release`."""
         self.touch(names)
         slots = [self._slots[name] for name in names]
         for slot in slots:
@@ -116,7 +116,7 @@ class HiddenStateCache:
             continue
 
     def give_back(self) -> int:
-        """Evict unread blocks and drop last slots; return the slots left."""
+        """Evict unread blocks, drop last slots; return the capacity left."""
         self.clear()
         capacity = self._pool.last_in_use + 1
         self._account.release((self._pool.capacity - capacity) * self._block_bytes)
@@ -162,7 +162,7 @@ class HiddenStateWriter:
         return list(self._slots.values())
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Where a step's tokens go. Blocks without their first tokens are not stored."""
+        """Allocate slots for a step's tokens. Blocks without their first tokens are not stored."""
         if start != self._end and (unfinished := self._slots.pop(self._end // BLOCK_SIZE, None)) is not None:
             self._cache.release([unfinished])
         self._end = stop
@@ -175,7 +175,7 @@ class HiddenStateWriter:
         return None if slot is None else Piece(slot, block.offset, block.start, block.stop)
 
     def publish(self, nodes: Sequence[Node]) -> None:
-        """List complete blocks; `nodes` are the request's, from its start on."""
+        """List complete blocks. `nodes`: all of the request's."""
         for position in [position for position in self._slots if position < min(len(nodes), self._end // BLOCK_SIZE)]:
             slot, path = self._slots.pop(position), nodes[: position + 1]
             if path[-1].producer != BASE_ORIGIN:

@@ -1,4 +1,4 @@
-"""Content addresses of cache blocks: digests of all tokens up to the block's end, and of adapter weights."""
+"""Content addresses of cache blocks: digests of all tokens up to a block's end, and of adapter weights."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 class Namespace:
     """What prompts must have in common to share blocks.
 
-    Args:
-        model: fingerprint of weights, config and tokenizer.
-        spec: digest of the `CacheSpec`.
-        cache: `base`, or as `residual_cache`.
+    `model`: fingerprint of weights, config and tokenizer. `spec`: digest of the `CacheSpec`. `cache`: `base`, or a
+    `residual_cache`.
     """
 
     model: str
@@ -57,10 +55,9 @@ def root_of_version_1(model: str, spec: str, salt: str) -> str:
 
 @dataclass(frozen=True)
 class KVOrigin:
-    """KV origin: an adapter that computes `groups` from token `start` on. Base computes the rest.
+    """An adapter that computes `groups` from token `start` on; base computes the rest.
 
-    Another start gives other KV (Activated LoRA, arXiv 2504.12397), so only requests of the same origin share blocks.
-    `key` is a digest over weights and effective scale.
+    Another start gives other KV. `key`: digest of weights and effective scale.
     """
 
     key: str
@@ -73,7 +70,7 @@ class KVOrigin:
 
 
 def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> str:
-    """Address of the tokens after `parent`. `producer` is `base` or a `KVOrigin.text`."""
+    """Address of tokens after `parent`. `producer`: `base` or a `KVOrigin.text`."""
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 

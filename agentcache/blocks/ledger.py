@@ -2,15 +2,15 @@
 
 A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
-    base.KIND     base's KV, by attention kind
+    base.KIND               base's KV, by attention kind
     residual.ADAPTER.KIND   residual KV; one share for all adapters, lent to base while unused
-    adapters      adapter weights
-    stacks        stacked adapters of mixed steps; on loan
-    weights       the model's; apart
-    trunk         hidden-state cache; apart
-    state         recurrent state; its floor is its budget
-    transcripts   apart; above its floor while some are not on disk
-    temporaries   estimate for the last admitted step; apart
+    adapters                their weights
+    stacks                  stacked adapters; on loan
+    state                   recurrent state; its floor is its budget
+    trunk                   hidden-state cache; apart
+    weights                 the model's; apart
+    transcripts             apart; above the floor while unsaved
+    temporaries             estimate for the last step; apart
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNBOUNDED = 2**62
 
 _NO_SHARES: Mapping[str, int] = {}
 
-# By asking family: families to ask, in order. Requests need adapter weights.
+# Families to ask, by asking family. Never adapters: requests need their weights.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
     BASE: (BASE, STACKS),
     RESIDUAL: (BASE, STACKS, RESIDUAL),  # base may hold the residual share
@@ -39,9 +39,9 @@ class Account:
     """Bytes of one kind, `family` or `family.part`.
 
     Args:
-        apart: bytes of a separate budget; None to share the ledger's.
-        on_loan: whether all of it returns when another account asks.
-        measure: returns the used bytes; None if all are.
+        apart: separate budget in bytes; None to share the ledger's.
+        on_loan: all of it returns when another account asks.
+        measure: returns used bytes; None if all are.
         give_way: releases up to `num_bytes`; must not claim or ask.
     """
 
@@ -110,7 +110,7 @@ class Account:
         self.set_bytes(num_bytes)
 
     def ask(self, num_bytes: int) -> bool:
-        """Have other accounts release memory; return whether `num_bytes` can be claimed."""
+        """Have other accounts release memory; return whether `num_bytes` fit."""
         # If the family's share is too small, only the family can help.
         self._have_give_way((self.family,), lambda: num_bytes - self.share_left)
         if self.share_left >= num_bytes:
@@ -133,12 +133,8 @@ class Account:
 class Ledger:
     """All RAM accounts. Owners keep their memory equal to the claim.
 
-    Args:
-        shares: most bytes by family, within the budget; lent while unused.
-
-    Attributes:
-        accounts: in families with a share, least recently used first.
-        sharing: those of the common budget.
+    `shares`: most bytes by family, within the budget; lent while unused. `accounts`: in families with a share, least
+    recently used first. `sharing`: those of the common budget.
     """
 
     def __init__(self, budget: int, shares: Mapping[str, int] = _NO_SHARES) -> None:

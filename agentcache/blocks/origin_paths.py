@@ -1,4 +1,4 @@
-"""Layout of a request's blocks by KV origin, the same in RAM, files and manifests.
+"""Layout of a request's blocks by KV origin, in RAM, files and manifests.
 
 An origin path is a chain of blocks with some cache groups: base's has those that the adapter does not change, the
 adapter's the rest.
@@ -28,7 +28,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class PathLayout:
-    """An origin path without its blocks. With `has_state`, its nodes carry checkpoints; it may have no groups."""
+    """An origin path without blocks. With `has_state`, its nodes carry checkpoints, and `groups` may be empty."""
 
     groups: tuple[int, ...]
     producer: KVOrigin | None
@@ -38,7 +38,6 @@ class PathLayout:
         return BASE_ORIGIN if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Kinds that can provide tokens of a block."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_ORIGIN, end)]
@@ -111,7 +110,7 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
-    """A block's address and its cache groups in use."""
+    """A block's address and cache groups."""
 
     chain: str
     groups: tuple[int, ...]
@@ -159,7 +158,7 @@ class StateBlock(NamedTuple):
 def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
-    """Yield the block that ends after each of `ends` tokens."""
+    """Yield the block that ends at each of `ends`."""
     path = state_layout(producer, num_groups)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):

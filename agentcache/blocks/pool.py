@@ -1,4 +1,4 @@
-"""RAM slots: reference counts by cache group, block tables, and the tree nodes that list slots."""
+"""RAM slots: reference counts, block tables, and the tree nodes that list slots."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class BlockPool:
 
 @dataclass
 class BlockTable:
-    """One request's slots in one group; `block_ids[0]` is block number `first_block`, the first in the window."""
+    """A request's slots in one group, from block number `first_block` on, the first in the window."""
 
     block_ids: list[int] = field(default_factory=list)
     first_block: int = 0
@@ -151,10 +151,10 @@ class BlockCounts:
 
 
 class Slots:
-    """RAM slots of one cache, and the nodes that list them.
+    """RAM slots of one cache, and nodes that list them.
 
     A node has one reference per listed slot, a request one per slot in its tables. A node may list the slot of the tail
-    that it extends, so listings are counted.
+    that it extends: listings are counted.
     """
 
     def __init__(self, groups: Sequence[Group], tree: RadixTree) -> None:
@@ -205,7 +205,7 @@ class Slots:
         self.prune(node)
 
     def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
-        """Move the block in the last slot to an earlier free slot, also in `tables`."""
+        """Move the last slot's block to an earlier free slot, also in `tables`."""
         pool = self.pools[index]
         last = pool.capacity - 1
         target = pool.allocate_before(last)
@@ -240,7 +240,6 @@ class Slots:
         return copies
 
     def prune(self, node: Node) -> None:
-        """Remove the node and its ancestors, as far as unused."""
         if node.is_leaf and not node.block_ids:
             self._tree.remove(node)
 

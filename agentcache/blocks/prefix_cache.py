@@ -24,7 +24,7 @@ from agentcache.errors import OutOfBlocks
 
 
 class PrefixCache:
-    """All cached blocks of one model, or of one residual cache. `headroom` as in `BlockAllocator`."""
+    """All cached blocks of one model, or of one residual cache."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PrefixCache:
             self.tree.touch(path.all_nodes)
 
     def _enter(self, root: str, prefix: Cached) -> BlockTables:
-        # Once, for speed.
+        # One `unpack`, for speed.
         token_ids = unpack(b"".join(node.packed for node in prefix.paths[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
@@ -136,7 +136,6 @@ class PrefixCache:
                 table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
-        """Tokens in RAM after the request's end, in whole blocks."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
     def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
@@ -146,7 +145,7 @@ class PrefixCache:
             self.tree.touch(path.nodes)
 
     def advance(self, sequence: BlockTables, token_ids: Sequence[int]) -> list[PathBlock]:
-        """Record computed tokens; publish and return the blocks that they fill, path by path, and a base tail.
+        """Record computed tokens; publish and return the blocks that they fill, and a base tail.
 
         Slots outside a window stay until `leave_window`, to be saved.
         """
@@ -159,7 +158,7 @@ class PrefixCache:
         return published
 
     def share_tail(self, sequence: BlockTables, end: int) -> None:
-        """Publish an unfinished block up to token `end`. Other requests continue in copies."""
+        """Publish an unfinished block up to token `end`; other requests continue in copies."""
         if end % BLOCK_SIZE:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
@@ -167,7 +166,7 @@ class PrefixCache:
     def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
         """Drop slots that no later token reads, and unlist those that no request reads.
 
-        `read_from`: first token still to compute, for base's tables of a residual request; the tree keeps its slots.
+        `read_from`: first token to compute, for base's tables of a residual request; their slots stay listed.
         """
         for path in sequence.paths if self._windowed else ():
             for index in self._windowed.intersection(path.groups):
@@ -185,7 +184,7 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: BlockTables, keep: int | None = None) -> list[PathBlock]:
-        """End a request, keep its first `keep` tokens, return its blocks in the order of `spans`."""
+        """End a request, keep its first `keep` tokens; return its blocks, ordered as `spans`."""
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):
@@ -227,7 +226,7 @@ class PrefixCache:
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """Record that a file is not on disk; a pending write stays pending."""
+        """Note that a file is not on disk; a pending write stays."""
         node.stored.discard(group)
         self.slots.prune(node)
 
@@ -278,8 +277,8 @@ class Checkpoints:
     ) -> int | None:
         """List a checkpoint after `num_tokens` tokens and return its slot; None if one exists or there is no room.
 
-        RAM keeps a request's last two longest. With `lasts`, this one as long: other conversations start there.
-        With `starts_next`, it stays one of the two: the next prompt probably starts there.
+        RAM keeps a request's last two longest. With `lasts`, this one as long: other conversations start there. With
+        `starts_next`, it stays one of the two: the next prompt probably starts there.
         """
         snapshots = self._snapshots
         if snapshots is None or not num_tokens:
@@ -314,14 +313,14 @@ class Checkpoints:
             sequence.next_start = None
 
     def release_start(self, sequence: BlockTables) -> None:
-        """Release the slot that the request started from, once its row has copied it."""
+        """Release the slot that the request starts from, once its row has copied it."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
             assert self._snapshots is not None
             self._snapshots.release(slot)
 
     def find(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> list[Node]:
-        """Return a lineage's nodes with checkpoints, first to last."""
+        """Return a lineage's nodes with checkpoints, in order."""
         if self._snapshots is None:
             return []
         layout = state_layout(producer, len(self._slots.groups))
@@ -329,7 +328,7 @@ class Checkpoints:
         return list(finder.ends(num_tokens))[::-1]
 
     def node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        """Return the node after `num_tokens` tokens, created if missing."""
+        """Return the node, created if missing."""
         path, node = state_layout(producer, len(self._slots.groups)), self._tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)

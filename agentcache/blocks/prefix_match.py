@@ -1,4 +1,4 @@
-"""Matches a prompt with its agent's transcript."""
+"""Matches prompts with transcripts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PromptMatch:
 def match_text(
     transcript: Transcript, text: str, encode: Callable[[str], Encoding], control_ids: Set[int]
 ) -> PromptMatch:
-    """Tokenise a whole prompt in marked text, keeping the transcript's tokens that still hold.
+    """Tokenise a prompt in marked text, keeping the transcript's tokens that still hold.
 
-    The ids equal `encode(text)`, except that generated text keeps its ids. Only text after the last common control
-    token is encoded: its tokens do not depend on text before.
+    The ids equal `encode(text)`, but generated text keeps its ids. Only text after the last common control token is
+    encoded: its tokens do not depend on text before.
     """
     shared = len_common_prefix(transcript.text, text)
     match = _label(len(transcript.text), len(text), shared) if transcript.ids else Match.NEW
@@ -91,12 +91,10 @@ def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
 
 @dataclass(frozen=True)
 class _Start:
-    """A new encoding from `offset` on, after `kept` tokens; `ends` count from the prompt's beginning."""
-
     offset: int
     kept: int
-    ids: Sequence[int]
-    ends: Sequence[int]
+    ids: Sequence[int]  # from `offset` on
+    ends: Sequence[int]  # from the prompt's beginning
 
 
 def _find_start(
@@ -148,9 +146,9 @@ def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids:
 
 
 def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:
-    """Drop generated tokens at the end that match only because they have no text.
+    """Drop last generated tokens that match only because they have no text.
 
-    A reply without text may be gone. After a cut, a control token belongs to the missing part.
+    A reply without text may be gone; after a cut, a control token belongs to the missing part.
     """
     begin, stop = _generated_span(transcript.spans, kept)
     if begin == stop:

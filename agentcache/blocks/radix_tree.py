@@ -1,4 +1,4 @@
-"""Radix tree of token blocks by content address: the prefixes cached in RAM or on disk."""
+"""Radix tree of token blocks: the prefixes cached in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Encode as big-endian uint32, so that bytes sort like tokens."""
+    """Encode as big-endian uint32: bytes sort like tokens."""
     packed = array("I", token_ids)
     packed.byteswap()
     return packed.tobytes()
@@ -35,12 +35,12 @@ class Node:
     """One block of one KV origin: 256 tokens, or fewer for a tail, which is a leaf.
 
     Attributes:
-        chain: content address, the same for all groups.
+        chain: content address of all groups.
         position: block number; -1 for a root.
         block_ids: RAM slot by group.
         stored, pending: groups whose file is on disk, or being written.
-        readers: origin paths of running requests.
-        state: RAM slot of the checkpoint after the last token.
+        readers: number of running requests' origin paths.
+        state: RAM slot of the checkpoint at its end.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class Node:
 
 
 class RadixTree:
-    """Nodes by content, with one root per namespace."""
+    """Nodes by content; one root per namespace."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
@@ -218,7 +218,7 @@ class RadixTree:
         return block_id
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark as just used, the last node as the oldest, so that leaves are evicted first."""
+        """Mark as just used, the last node as the oldest: leaves are evicted first."""
         for node in reversed(nodes):
             if node in self._residents:
                 self._residents.move_to_end(node)

@@ -1,7 +1,7 @@
-"""Search for the longest cached prefix of a prompt.
+"""Search for a prompt's longest cached prefix.
 
-A finder returns an upper bound, at most `limit`, on the tokens that one kind of cached data can serve. If it is
-`limit`, it is exact. Finders and answers are valid until a cache changes.
+A finder returns an upper bound, at most `limit`, on the tokens that one kind of cached data can serve. `limit` itself
+is exact. Finders and answers are valid until a cache changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Finder = Callable[[int], int]
 
 
 def longest_common(limit: int, first: Finder, *others: Finder) -> int:
-    """Return the most tokens, up to `limit`, that all finders can serve. Answers of `first` are exact."""
+    """Return the most tokens that all finders can serve. Answers of `first` are exact."""
     while True:
         answers = [limit]
         for find in (first, *others):
@@ -92,7 +92,7 @@ class Cached:
 
     Args:
         snapshot: node at its end, with a checkpoint.
-        known_tokens: tokens with cached KV, even without a checkpoint or base's KV; 0 if unknown.
+        known_tokens: those with cached KV, even without checkpoint or base's KV; 0 if unknown.
         hidden_states: after the prefix; base's path extends to their end.
         residuals: residual KV, at most as long; base is read from its end on.
     """
@@ -113,12 +113,12 @@ class Cached:
 
     @property
     def own(self) -> Cached:
-        """The prefix that the request's own blocks continue."""
+        """The prefix that the request continues."""
         return self.residuals or self
 
 
 class PathFinder:
-    """Cached blocks on one origin path of the `packed` prompt. `least`: minimum tokens of a partly used block."""
+    """Cached blocks on one origin path. `least`: minimum tokens of a partly used block."""
 
     def __init__(
         self, tree: RadixTree, groups: Sequence[Group], root: str, packed: bytes, layout: PathLayout, least: int
@@ -129,12 +129,12 @@ class PathFinder:
         self._least = least
         self._all = frozenset(layout.groups)
         self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
-        # All later tokens read a full-attention group.
+        # Later tokens read all blocks of full attention.
         usable = partial(_has, self._all - self._windows.keys())
         self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix in tokens; `read_from` as in `CachedPath`."""
+        """Longest prefix in tokens; `read_from` as in `CachedPath`."""
         windows = (partial(self._in_window, index, read_from) for index in self._windows)
         return longest_common(limit, self._in_blocks, *windows)
 
@@ -146,7 +146,7 @@ class PathFinder:
         first = _first_block_read(self._windows[index], limit, read_from)
         blocks = reversed(range(first, min(len(self._nodes), limit // BLOCK_SIZE)))
         missing = next((at for at in blocks if not self._nodes[at].available(index)), None)
-        # Later blocks need it; a sibling may have its first tokens.
+        # A sibling may have the missing block's first tokens.
         return limit if missing is None else (missing + 1) * BLOCK_SIZE - 1
 
     def _tails(self, count: int, limit: int) -> Nearest[Node]:
@@ -179,16 +179,14 @@ class PathFinder:
         return CachedPath(self._layout, tuple(self._nodes[:count]), tail, tail_tokens, read_from)
 
     def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
-        """Full blocks after `num_tokens` tokens; if `durable`, up to the first without a window's block."""
+        """Full blocks after `num_tokens`; if `durable`, up to the first without a window's block."""
         nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
         return takewhile(partial(_has, self._all), nodes) if durable else nodes
 
 
 class CheckpointFinder:
-    """Checkpoints along a prompt."""
-
     def __init__(self, tree: RadixTree, root: str, packed: bytes, layout: PathLayout, snapshots: Snapshots) -> None:
-        # KV of these nodes may be on another path, or in a longer block.
+        # Their KV may be on another path, or in a longer block.
         self._path = [tree.peek(root), *tree.match_prefix(root, packed, lambda node: True, layout.origin_of)]
         self._packed = packed
         self._snapshots = snapshots
@@ -231,7 +229,7 @@ class PrefixFinder:
     ) -> None:
         packed = pack(token_ids)
         layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
-        # Recurrent models start at few positions: any tail is worth a copy.
+        # Recurrent models can start at few tokens: any tail is worth a copy.
         least = MIN_TAIL_TOKENS if snapshots is None else 1
         self._num_tokens = len(token_ids)
         self._has_kv = bool(groups)
@@ -260,7 +258,7 @@ class PrefixFinder:
 
 
 def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -> Cached:
-    """Return the longest prefixes that an adapter can continue. It reads base from the end of its residuals on."""
+    """Return the longest prefixes that an adapter can continue, reading base after its residuals."""
     found = residuals.longest(limit)
     end = longest_common(found, residuals.longest, lambda start: min(start, base.longest(limit, start)))
     below = base.cached(base.longest(limit, end), end)
@@ -272,7 +270,7 @@ def match_hidden_states(
 ) -> Cached:
     """Return `cached`, found by `finder`, extended by hidden states.
 
-    `durable`: an agent keeps all blocks, also those before a window.
+    `durable`: an agent keeps all blocks, even before a window.
     """
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)
     ahead = base.nodes_after(start, durable=durable)

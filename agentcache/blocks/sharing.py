@@ -80,7 +80,7 @@ def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bo
 
 
 def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end: one node per origin path each."""
+    """Return full blocks in RAM after the request's end, one node per origin path."""
     if sequence.num_tokens % BLOCK_SIZE or any(path.ahead for path in sequence.paths):
         return []
     found: list[list[Node]] = []
@@ -105,7 +105,7 @@ def _in_ram(node: Node, path: OriginPath) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
-    """Append another request's block, instead of a slot reserved for it."""
+    """Append another request's block, in place of a reserved slot."""
     position = sequence.num_tokens // BLOCK_SIZE
     for path, node in zip(sequence.paths, nodes, strict=True):
         path.nodes.append(node)
@@ -140,14 +140,14 @@ class Publisher:
         return published
 
     def publish(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
-        """Return the path's node that ends before token `end`. The request takes over its slots."""
+        """Return the node before token `end`. The request takes over its slots."""
         node = self.list_slots(sequence, path, end)
         for index in path.groups:
             self._adopt(sequence, node, index)
         return node
 
     def list_slots(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
-        """Return that node, with the request's slots in groups without data in RAM or on disk.
+        """Return the node before token `end`, with the request's slots in groups without data.
 
         RAM must equal the file bit for bit; computed KV could differ by rounding.
         """
@@ -157,7 +157,7 @@ class Publisher:
         return node
 
     def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
-        """Publish base's part of the block in which the adapter starts, with all groups."""
+        """List base's part of the block where the adapter starts: all groups, in the request's own slots."""
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE

@@ -1,7 +1,7 @@
 """Checkpoints of recurrent state: slots in RAM, where they are taken, which stay on disk.
 
-A checkpoint is as large as the KV of thousands of tokens, so there are few: at an interval, where prompts probably
-branch (Marconi, arXiv 2411.19379), and at a turn's end.
+They are as large as the KV of thousands of tokens, so few: at an interval, where prompts probably branch (Marconi,
+arXiv 2411.19379), at a turn's end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agentcache.blocks.pool import BlockPool, Group
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
-# The current step's input and result, and the next one's result.
+# Input and result of the current step, result of the next.
 ROW_STATES = 3
 # A request also starts from a checkpoint and creates one.
 _LEAST_SLOTS = 2
 MOST_SAVED = 3
 DEFAULT_INTERVAL = 2048  # also the minimum
 _INTERVAL_WITHOUT_ATTENTION = 8192
-# Checkpoints on disk may cost twice the KV of the same tokens, a fifth of that for system prompts and idle agents.
+# On disk, twice the KV of the same tokens, a fifth of it for system prompts and idle agents.
 _COST = 2 / 1.25
 
 
@@ -46,10 +46,10 @@ def whole_blocks(num_tokens: int) -> int:
 
 
 class Snapshots:
-    """Checkpoint slots, in one budget with the states of running requests, which evict unused ones.
+    """Checkpoint slots. Their budget includes states of running requests, which evict unused ones.
 
-    A checkpoint's node has one reference to its slot, a request one to the slot that it starts from, until its row has
-    copied it. `every`: tokens between two checkpoints.
+    A node has one reference to its slot, a request one to the slot that it starts from, until its row has copied it.
+    `every`: tokens between checkpoints.
     """
 
     def __init__(
@@ -191,10 +191,7 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Where one request takes checkpoints, besides its end.
-
-    `lasting`: the border where other conversations probably start; 0 for none.
-    """
+    """Where a request takes checkpoints, besides its end. `lasting`: end of the system prompt; 0 for none."""
 
     every: int
     borders: frozenset[int] = frozenset()
@@ -211,7 +208,7 @@ class SnapshotPlan:
         base_tokens: int = 0,
         repeated_tokens: int = 0,
     ) -> SnapshotPlan:
-        """Return the plan for a prompt computed from `start` on, where `base_tokens` precede the adapter's start.
+        """Return the plan of a prompt computed from `start` on; `base_tokens` precede the adapter's start.
 
         Other conversations probably branch after `known_tokens`, whose KV is cached. `repeated_tokens` as in
         `SubmittedRequest`.
@@ -246,9 +243,10 @@ def choose_saved(
     """Choose at most `MOST_SAVED` of a lineage's checkpoints to keep on disk, by position.
 
     Args:
-        found, saved: in RAM or on disk; on disk.
-        lasting: end of the system prompt; 0 for none.
-        every: tokens that a crash may cost; none if `final`.
+        found: in RAM or on disk.
+        saved: on disk.
+        lasting: as in `SnapshotPlan`.
+        every: tokens that a crash may cost, unless `final`.
         returns: other positions where the next prompt may branch.
     """
     found = sorted(found)

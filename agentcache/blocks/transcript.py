@@ -17,7 +17,7 @@ Span = tuple[str, int]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text. `ends`: character offset of each token's end, after any character that it splits."""
+    """Tokens of a text. `ends`: character offset of each token's end, after a character that it splits."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -44,14 +44,10 @@ class TranscriptContent:
 
 
 class Transcript:
-    """Text and exact tokens of an agent's context. Immutable.
+    """Marked text (`text/marks.py`) and exact tokens of an agent's context. Immutable.
 
-    After `store_in`, the content can leave RAM; attributes then read the log.
-
-    Args:
-        text: marked text (`text/marks.py`).
-        ends: as in `Encoding`; the last one is `len(text)`.
-        spans: runs of ("prompt" or "generated", number of tokens).
+    After `store_in`, the content can leave RAM; attributes then read the log. `ends` as in `Encoding`, the last is
+    `len(text)`; `spans`: runs of ("prompt" or "generated", number of tokens).
     """
 
     __slots__ = ("_content", "_num_tokens", "_read", "_unowned", "num_chars", "num_spans")
@@ -107,7 +103,7 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Any thread. Raises StoreError."""
+        """Read it if it left RAM. Any thread. Raises StoreError."""
         content = self._content or self._unowned()
         if content is None:
             assert self._read is not None
@@ -116,7 +112,7 @@ class Transcript:
         return content
 
     def store_in(self, read: Callable[[], TranscriptContent]) -> None:
-        """`read` is called on any thread."""
+        """Set the log's reader, called on any thread."""
         self._read = read
 
     def leave_ram(self) -> None:
@@ -137,7 +133,7 @@ class Transcript:
         return cls("", array("I"), array("I"), ())
 
     def cut(self, num_tokens: int) -> Transcript:
-        """Return the first tokens and their text. Never cut between tokens with the same end."""
+        """Return the first tokens and their text. Do not cut between equal ends."""
         content = self.content()
         ends = content.ends[:num_tokens]
         text = content.text[: ends[-1]] if ends else ""

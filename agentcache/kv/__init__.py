@@ -1,1 +1,1 @@
-"""KV storage: arenas in RAM, and the byte layout of blocks."""
+"""KV storage: arenas in RAM, byte layout of blocks."""

@@ -1,6 +1,6 @@
-"""Arenas: the RAM of all cached blocks. Keys or values of a layer are stored as `Packed` [num_blocks, H_kv, 256, ·].
+"""Arenas: the RAM of all cached blocks. Keys or values of a layer are `Packed` [num_blocks, H_kv, 256, ·].
 
-Assignments run in place only while nothing else holds the array: a kept reference turns every write into a copy.
+Assignments run in place only while nothing else holds the array: a kept reference turns each write into a copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agentcache.kv.raw_arrays import upload
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 
 _ALL = slice(None)
-_RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
+_RESIZED_AT_ONCE = 128 << 20  # bytes
 
 
 class GroupArena:
-    """All tensors of one cache group. `room`: expected maximum bytes; further growth may copy."""
+    """Tensors of one cache group. `room`: bytes; growth beyond may copy."""
 
     def __init__(self, spec: GroupSpec, room: int = 0) -> None:
         self.spec = spec
@@ -66,9 +66,9 @@ class GroupArena:
         return np.array(mx.concatenate(parts))
 
     def memory(self) -> GroupMemory | None:
-        """Memory of the slots, to read files into, between steps. Release it before any other use of the arena.
+        """Memory to read files into, between steps. Release it before any other use of the arena.
 
-        None if the device has separate memory, or most of a block is floats.
+        None if the device has separate memory, or blocks are mostly floats.
         """
         first = first_float(self.spec, BLOCK_SIZE)
         if not shares_memory() or 2 * first < self.spec.bytes_per_block:
@@ -77,7 +77,7 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks, uint8 [n] each, between steps. They may change afterwards."""
+        """Write blocks, uint8 [n] each, between steps; they are not kept."""
         if shares_memory():
             self._put_in_place(block_ids, blocks)
             return
@@ -115,7 +115,6 @@ class GroupArena:
 
 
 def _joined(blocks: Sequence[Array]) -> Array:
-    """[n, bytes]; no copy if the blocks are adjacent."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
     if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
@@ -127,7 +126,7 @@ def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
 
 
 class LayerArena:
-    """Keys and, except for MLA, values of one layer. `tensors`: the group's; None creates its own."""
+    """Keys and, except for MLA, values of one layer. `tensors`: the group's, or None for its own."""
 
     def __init__(
         self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
@@ -162,7 +161,7 @@ class LayerArena:
         return [array for _, side in self.sides for array in side.arrays()]
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
-        """A copy over the next `arrays`, for tracing: `arrays()`, then the result of the append kernel."""
+        """A copy over the next `arrays`, for tracing: as `arrays()`, then the append kernel's result."""
         made = copy.copy(self)
         made.keys = self.keys.made_of(arrays)
         made.values = None if self.values is None else self.values.made_of(arrays)
@@ -170,7 +169,7 @@ class LayerArena:
         return made
 
     def was_written(self, written: mx.array) -> None:
-        """Record the zero that a kernel returns after a write unknown to MLX: reads add it, to run after the write."""
+        """Record the zero that a kernel returns after a write unknown to MLX: reads add it, so that they run later."""
         self.keys.written = written
         if self.values is not None:
             self.values.written = written
@@ -192,8 +191,6 @@ class Slot:
 
 
 class _Traced(NamedTuple):
-    """A tensor's arena in a traced step."""
-
     array: mx.array
 
 
@@ -221,7 +218,7 @@ class SideArena:
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens, `packed` [1, at least `head` + H, n, ·], run by run."""
+        """Write one row's tokens, [1, at least `head` + H, n, ·]."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
@@ -229,7 +226,7 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Write `packed` [B, at least `head` + H, n, ·]; slots and offsets [B*n]."""
+        """Write [B, at least `head` + H, n, ·]; slots and offsets [B*n]."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
@@ -241,7 +238,7 @@ class SideArena:
         return Packed(*[part.array[block_ids] for part in self._arenas])
 
     def gather_tokens(self, block_ids: mx.array, offsets: mx.array) -> Packed:
-        """Tokens [n, H, ·] at `offsets` in `block_ids`, both [n]."""
+        """Tokens [n, H, ·]; both arguments [n]."""
         block_ids = self._behind_writes(block_ids)
         return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
 
@@ -258,7 +255,7 @@ class SideArena:
 class TensorArena:
     """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
 
-    `most`: blocks up to which growth need not copy. `is_due`: it has assignments since the last `take_due`.
+    `most`: blocks; growth beyond copies. `is_due`: assigned since the last `take_due`.
     """
 
     def __init__(self, spec: TensorSpec, most: int = 0) -> None:
@@ -275,22 +272,22 @@ class TensorArena:
         self.capacity = capacity
 
     def assign(self, index: Any, new: mx.array) -> None:
-        """Lazy."""
+        """Assign lazily."""
         self.array[index] = new
         self.is_due = True
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
-        """Return a block's first tokens; lazy."""
+        """A block's first tokens. Lazy."""
         axis = self.spec.token_axis
-        # One index expression: indexing the block first would copy it.
+        # Indexing the block first would copy it.
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
     def memory(self) -> memoryview:
-        """The array's bytes, between steps and if `shares_memory`. Release before the next write."""
+        """The array's bytes, between steps, if `shares_memory`. Release before the next write."""
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
-        """Write blocks [n, ...], padded with zeros. Lazy. A scatter would compile for seconds."""
+        """Write blocks [n, ...], padded with zeros. Lazy. No scatter: it compiles for seconds."""
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
@@ -303,7 +300,7 @@ class TensorArena:
 
 
 def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
-    """Resize tensors between steps, evaluating copies in batches."""
+    """Resize between steps, evaluating copies in batches."""
     resized, num_bytes = list[mx.array](), 0
     for tensor in tensors:
         tensor.resize(capacity)

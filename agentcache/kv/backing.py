@@ -1,4 +1,4 @@
-"""The memory behind an arena's array, which grows without a copy if possible: untouched pages cost only addresses."""
+"""Memory behind an arena's array, which grows without copies if possible: untouched pages cost only addresses."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Backing(Protocol):
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
         """Return `capacity` blocks: the first `used` of `array`, then zeros. Lazy. Between steps.
 
-        `array`, perhaps of another backing, is unusable afterwards.
+        `array`, perhaps of another backing, becomes unusable.
         """
 
 
 def make_backing(spec: TensorSpec, most: int) -> tuple[Backing, mx.array]:
-    """Return a backing for `most` blocks, and an array without usable blocks."""
+    """Return a backing, and an array without usable blocks."""
     most = min(most, _MOST_ELEMENTS * spec.numpy_dtype.itemsize // max(1, spec.slot_bytes))
     if most and adopts():
         return Adopted(spec, most), _empty(spec)
@@ -79,7 +79,7 @@ class Exact:
 
 
 class Adopted:
-    """Arrays of growing size over the front of one mapping: on macOS, the device claims a whole array at first use."""
+    """Arrays of growing size over one mapping: on macOS, the device claims a whole array at first use."""
 
     def __init__(self, spec: TensorSpec, most: int, adopt: Callable[[Array], mx.array] | None = None) -> None:
         self.most = most
@@ -112,7 +112,7 @@ def _adopt(data: Array) -> mx.array:
 
 @cache
 def adopts() -> bool:
-    """Whether MLX can use, write and later extend an array over our memory."""
+    """Whether MLX can write and later extend arrays over our memory."""
     if not mx.metal.is_available():
         return False
     try:
@@ -134,7 +134,7 @@ def adopts() -> bool:
 
 
 class Reserved:
-    """One array of maximum size, on Linux CPUs. A thread allocates new slots' pages, so that steps do not wait."""
+    """One array of maximum size, on Linux CPUs. A thread allocates new slots' pages: steps do not wait."""
 
     def __init__(self, spec: TensorSpec, most: int, address: int) -> None:
         self.most = most
@@ -143,7 +143,7 @@ class Reserved:
 
     @classmethod
     def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
-        """None if the system refuses the addresses, or keeps freed pages."""
+        """Return the backing and its array; None if the system refuses addresses, or keeps freed pages."""
         itemsize = spec.numpy_dtype.itemsize
         room = load_array(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
@@ -188,9 +188,9 @@ def wait_for_pages() -> None:
 
 
 class _Addresses:
-    """Counts addresses without memory, and raises MLX's limit by as much: MLX counts them as allocated.
+    """Counts addresses without memory, and raises MLX's limit by as much.
 
-    Above its limit MLX stops computing ahead.
+    MLX counts them as allocated, and above its limit stops computing ahead.
     """
 
     def __init__(self) -> None:
@@ -209,12 +209,12 @@ class _Addresses:
 
     def _forget(self, key: int) -> None:
         del self._of[key]
-        if self._lock.acquire(blocking=False):  # this thread may hold it, during garbage collection
+        if self._lock.acquire(blocking=False):  # this thread may hold it, in garbage collection
             self._move_limit()
             self._lock.release()
 
     def set_limit(self, limit: int | None = None) -> int:
-        """Set the limit; None sets the last one again. Return the last one."""
+        """Set the limit; None keeps it. Return the last one."""
         with self._lock:
             return self._move_limit(limit)
 

@@ -1,4 +1,4 @@
-"""mlx-lm's cache contract over an arena. The engine uses `StepCache` and reserves blocks itself."""
+"""mlx-lm's cache contract over an arena. The engine uses `StepCache`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentcache.kv.step_cache import PagedKV, Reads, Writes, check_window
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache of `len(lengths)` rows. `arena` grows with `pool`."""
+    """One layer's cache. `arena` grows with `pool`."""
 
     def __init__(
         self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
@@ -70,7 +70,7 @@ class BatchQuantizedKVCache:
         return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
-        """Update; return (data, scales, biases) of keys and of values, [B, H_kv, T, ·]. T covers whole blocks."""
+        """Update; return (data, scales, biases) of keys and values, [B, H_kv, T, ·] in whole blocks."""
         return self._gather(self.update(keys, values).reads)
 
     def _gather(self, reads: Reads) -> tuple[tuple[mx.array, ...], ...]:
@@ -84,7 +84,7 @@ class BatchQuantizedKVCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens in the row, or in each row (int32 [B])."""
+        """Tokens of the row, or int32 [B]."""
         return self.lengths[0] if len(self.lengths) == 1 else mx.array(self.lengths)
 
     @property
@@ -104,7 +104,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
-        """Combine rows of one arena. Do not use `caches` afterwards."""
+        """Combine rows of one arena. `caches` become unusable."""
         first = caches[0]
         merged = cls(first.arena, first.pool, first.tables, first.lengths)
         for cache in caches[1:]:
@@ -112,14 +112,14 @@ class BatchQuantizedKVCache:
         return merged
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Append rows. Do not use `other` afterwards."""
+        """Append rows. `other` becomes unusable."""
         if other.arena is not self.arena:
             raise BrokenInvariant("rows of different arenas cannot share a batch")
         self.tables = self.tables + other.tables
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
-        """Return a row as a separate cache; slots are shared until written."""
+        """Return a row; slots are shared until written."""
         table = self.tables[index]
         for block_id in table.block_ids:
             self.pool.retain(block_id)
@@ -137,7 +137,7 @@ class BatchQuantizedKVCache:
     def prepare(
         self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None
     ) -> None:
-        """Expect updates with `right_padding[i]` padding tokens at the end of row i, until `finalize`."""
+        """Until `finalize`, updates end with `right_padding[i]` padding tokens in row i."""
         if left_padding is not None:
             raise BrokenInvariant("paged rows have no padding on the left")
         self._right_padding = right_padding
@@ -154,7 +154,7 @@ class BatchQuantizedKVCache:
         return self._gather(self._reads(0))
 
     def row(self, index: int) -> dict[str, Packed]:
-        """A row's contents, [H_kv, length, ·] per side; with a window, from the first block needed."""
+        """A row's [H_kv, length, ·] per side; with a window, from the first block needed."""
         reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
         sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
         return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in packed.parts)) for name, packed in sides}

@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
-    """One tensor of a block of `num_tokens` tokens: its bytes `begin … end - 1`."""
+    """One tensor of a block: bytes `begin … end - 1`."""
 
     spec: TensorSpec
     num_tokens: int
@@ -32,12 +32,12 @@ class BlockTensor(NamedTuple):
         return self.spec.name.replace(POSITION, str(position))
 
     def view(self, blocks: Array) -> Array:
-        """View [..., *block shape] in blocks [..., bytes] of uint8."""
+        """View [..., *block shape] of blocks, uint8 [..., bytes]."""
         own = blocks[..., self.begin : self.end].view(self.spec.numpy_dtype)
         return own.reshape(*blocks.shape[:-1], *self.spec.block_shape(self.num_tokens))
 
     def runs(self, slot: int) -> Iterator[tuple[slice, slice]]:
-        """Contiguous byte ranges to copy: in the tensor's arena, in the block."""
+        """Contiguous byte ranges: in the tensor's arena, in the block."""
         count = 1 if self.num_tokens == BLOCK_SIZE else self.spec.num_runs
         length, stride = (self.end - self.begin) // count, self.spec.slot_bytes // count
         there, own = slot * self.spec.slot_bytes, self.begin
@@ -50,7 +50,7 @@ Slots: TypeAlias = "tuple[memoryview, int]"  # memory, bytes per slot
 
 
 class RestBuffer:
-    """Buffer for a full block's bytes from the first float on."""
+    """Buffer for a full block from the first float on."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
@@ -60,7 +60,7 @@ class RestBuffer:
 
 
 class Place:
-    """One slot's memory. `integers` take a block's bytes before the first float."""
+    """One slot's memory. `integers` take the bytes before the first float."""
 
     def __init__(self, memory: GroupMemory, block_id: int) -> None:
         self.integers = [slots[block_id * size : (block_id + 1) * size] for slots, size in memory.integers]
@@ -84,7 +84,7 @@ class Place:
 
 
 class GroupMemory:
-    """The memory of all slots of a group, in block byte order."""
+    """Memory of a group's slots, in block byte order."""
 
     def __init__(self, tensors: Sequence[Slots], num_integers: int) -> None:
         self.integers, self.rest = tensors[:num_integers], tensors[num_integers:]
@@ -100,7 +100,7 @@ class GroupMemory:
 
 
 def aligned(num_bytes: int) -> Array:
-    """Uninitialised uint8 [num_bytes], aligned to `ALIGNMENT`."""
+    """Uninitialised uint8 [num_bytes], aligned."""
     room = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
     return room[begin : begin + num_bytes]
@@ -109,7 +109,7 @@ def aligned(num_bytes: int) -> Array:
 @lru_cache(maxsize=256)
 def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
     tensors, begin = [], 0
-    for spec in group.tensors:  # for every tail length: must be cheap
+    for spec in group.tensors:  # must be cheap: runs for every tail length
         end = begin + (spec.own_bytes if spec.token_axis is None else num_tokens * spec.own_bytes)
         tensors.append(BlockTensor(spec, num_tokens, begin, end))
         begin = end
@@ -130,7 +130,7 @@ def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.
 
 
 def first_float(group: GroupSpec, num_tokens: int) -> int:
-    """Bytes before a block's first float: integers, of which any bits are valid."""
+    """Bytes before a block's first float: integers, whose bits are always valid."""
     ranges = float_ranges(group, num_tokens)
     return ranges[0][0] if ranges else group.bytes_of(num_tokens)
 
@@ -140,7 +140,7 @@ def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
     return str(position).encode().join(_around_position(group, num_tokens))
 
 
-@lru_cache(maxsize=256)  # building it dominates the read of a small block
+@lru_cache(maxsize=256)  # else it dominates reads of small blocks
 def _around_position(group: GroupSpec, num_tokens: int) -> tuple[bytes, ...]:
     entries = {
         tensor.spec.name: {

@@ -1,4 +1,4 @@
-"""Descriptions of cache groups for reports, and token capacity."""
+"""Descriptions and token capacity of cache groups, for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional measurements per cached token, which attention does not read."""
+"""Optional measurements per cached token; attention does not read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_BITS = 11
 
 
 class TokenMeasures:
-    """`width` numbers per token of a cache group; NaN if unknown. `name` is the sum's in files."""
+    """`width` numbers per token of a cache group; NaN if unknown. `name`: the sum's in files."""
 
     def __init__(self, name: str, width: int) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class TokenMeasures:
         copy_block([self.tokens], source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
-        """A block's sum, float32 [width], rounded so that files do not differ in a last bit; empty if unknown."""
+        """A block's sum, float32 [width], rounded: files must not differ in a last bit. Empty if unknown."""
         total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))
         if not np.isfinite(total).all():
             return {}

@@ -35,7 +35,7 @@ Pack = Callable[[mx.array, Packing], Packed]
 
 
 def quantise(x: mx.array, quantisation: Packing) -> Packed:
-    """Quantise floats [..., D] along the last axis, in float32.
+    """Quantise floats [..., D], in float32.
 
     NaN becomes 0 and values saturate: masked reads would spread NaN and infinity.
     """

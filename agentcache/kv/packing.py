@@ -34,7 +34,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Plain:
-    """Unquantised: bfloat16 if the model computes in it, else float16."""
+    """Unquantised, in bfloat16 if the model computes in it, else float16."""
 
     dtype: str
 
@@ -69,7 +69,7 @@ class LayerPacking:
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """Return the widest groups (64, else 32) that divide all head dimensions. Raises UnsupportedModel."""
+    """Choose groups of 64, else 32, that divide all head dimensions. Raises UnsupportedModel."""
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
             return Quantisation(bits, group_size)
@@ -78,7 +78,7 @@ def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """Bits of a layer's keys and values: 4, 8, or 16 (unquantised)."""
+    """Bits of a layer's keys and values: 4, 8 or 16."""
 
     keys: int = 4
     values: int = 4
@@ -95,7 +95,7 @@ AUTO = "auto"  # measured at load
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of a model's cached keys and values, by layer in order of computation.
+    """Bits of a model's KV, by layer in order of computation.
 
     `divergence`: mean Kullback-Leibler divergence of logits from unquantised KV's, in nats; None if not measured.
     """

@@ -17,7 +17,7 @@ from agentcache.kv.spec import TensorSpec
 
 
 def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
-    """Return an evaluated array on the default device. `content`: uint8 [n]; None leaves the memory untouched."""
+    """Return an evaluated array on the default device. `content`: uint8 [n]; None leaves memory untouched."""
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
     mx.eval(array)
@@ -25,7 +25,7 @@ def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | No
 
 
 def upload(data: Array) -> mx.array:
-    """Return an evaluated copy of `data`, uint8 [n, bytes] with contiguous rows, on the default device.
+    """Return an evaluated copy of `data`, contiguous uint8 [n, bytes], on the default device.
 
     Not by `mx.array`: the device would fetch its managed memory page by page.
     """

@@ -1,4 +1,4 @@
-"""The shape of a model's cache, as data. It is part of every key and file."""
+"""The shape of a model's cache, as data: part of every key and file."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class LayerSpec:
     """Cached heads and dimensions of one layer.
 
     Args:
-        index: number of layers computed before it, in a second round too.
-        num_kv_heads: 1 for MLA's latent.
-        value_dim: 0 if the key cache holds the values (MLA).
+        index: number of layers computed before, in a second round too.
+        num_kv_heads: 1 for MLA.
+        value_dim: 0 if keys hold the values (MLA).
         window: most recent tokens attended to; None for all.
-        nth: index among the layer's caches.
+        nth: among the layer's caches.
     """
 
     index: int
@@ -59,7 +59,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One array of a recurrent layer's state. `shape` without the batch axis; MLX's `dtype`."""
+    """One array of a recurrent layer's state. `shape` without batch axis; MLX's `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -67,7 +67,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """State of one recurrent layer, as in mlx-lm's `ArraysCache`; None for an entry that stays empty."""
+    """State of one recurrent layer, as in mlx-lm's `ArraysCache`; None for entries that stay empty."""
 
     index: int
     tensors: tuple[StateTensor | None, ...]
@@ -79,8 +79,8 @@ class TensorSpec:
 
     Args:
         name: in files, with `POSITION` for the block's index.
-        shape: of one token, or of the block if `token_axis` is None.
-        token_axis: in a block's shape; None for a tensor stored once per block.
+        shape: of one token, or of the block without `token_axis`.
+        token_axis: in a block's shape; None if stored once per block.
     """
 
     name: str
@@ -115,10 +115,8 @@ class TensorSpec:
 class GroupSpec:
     """Tensors with blocks of their own, usually of one attention kind and span of depth.
 
-    Args:
-        name: in addresses and files; unique in a `CacheSpec`.
-        tensors: in block byte order; widest dtypes first, for alignment.
-        value_quantisation: packing of values, if different.
+    `name`: in addresses and files. `tensors`: in block byte order, widest dtypes first for alignment.
+    `value_quantisation`: of values, if different.
     """
 
     name: str
@@ -188,8 +186,8 @@ class CacheSpec:
 
     Args:
         groups, recurrent: in order of depth.
-        rope: text that differs if rope rotates differently.
-        beside: identity of a cache beside the model's own, and that one's digest; else empty.
+        rope: text that differs if rope does.
+        beside: identity of a cache beside the model's own, with that one's digest; else empty.
         rank: such as `0 of 2`; empty for one process.
         sources: digest of the code that computes KV.
     """
@@ -224,7 +222,6 @@ class CacheSpec:
 
     @cached_property
     def state_group(self) -> GroupSpec | None:
-        """Checkpoints of recurrent state, one per block."""
         if not self.recurrent:
             return None
         tensors = [
@@ -281,18 +278,17 @@ _NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (
 
 
 def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Omit later fields with defaults: existing files keep their addresses."""
+    """Omit newer fields with defaults: existing files keep their addresses."""
     return {name: value for name, value in entries if (name, value) not in _NEW_DEFAULTS}
 
 
 def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
-    """Name in files. `side` is `key_cache` or `value_cache`, `part` one of `PARTS`."""
+    """Name in files. `side`: `key_cache` or `value_cache`; `part`: of `PARTS`."""
     owner = f"{layer.index}.{layer.nth}" if layer.nth else str(layer.index)
     return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
 
 
 def state_name(cache: int, number: int) -> str:
-    """Name in files of array `number` of recurrent layer `cache`."""
     return f"cache.recurrent.{cache}.{number}"
 
 
@@ -320,7 +316,7 @@ def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, value
 
 
 def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
-    """Split layers by depth (quarters; halves under 8 layers), attention window and packing."""
+    """Split layers by depth (quarters; halves under 8 layers), window and packing."""
     if isinstance(packings, Packing):
         packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row. Steps never change them."""
+"""Checkpoints of recurrent state in RAM: one row's arrays per slot. Steps never change them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentcache.blocks.snapshots import Snapshots
 from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.spec import CacheSpec, GroupSpec, RecurrentSpec, state_name
 
-# Arrays [1, ...] per recurrent cache; None for an entry that the model has not filled.
+# Arrays [1, ...] per recurrent cache; None for unfilled entries.
 RowArrays = Sequence[Sequence[mx.array | None]]
 
 _MLX_DTYPES = {
@@ -56,7 +56,6 @@ class StateArena:
         mx.async_eval(arrays)
 
     def arrays(self, slot: int) -> list[list[mx.array | None]]:
-        """Arrays [1, ...] per recurrent cache."""
         held = [iter(arrays) for arrays in self._slots[slot]]
         return [
             [None if tensor is None else next(arrays) for tensor in spec.tensors]

@@ -1,4 +1,4 @@
-"""One step's reads and writes, and a layer's cache as a model sees it during the step.
+"""One step's reads and writes, and a layer's cache as the model sees it.
 
 `Reads` and `Writes` copy from block tables, which may change while the device computes.
 """
@@ -22,7 +22,7 @@ _MAX_SLICES = 16  # beyond, one scatter is cheaper
 
 
 class RaggedBlocks:
-    """Concatenated blocks of several non-empty rows. `starts`: each block's first position."""
+    """Concatenated blocks of non-empty rows. `starts`: each block's first position."""
 
     def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
@@ -51,7 +51,7 @@ class RaggedBlocks:
         return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
-        """As `max`. Deterministic: no atomics."""
+        """Sum per row, as `max`. Deterministic: no atomics."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
@@ -60,7 +60,7 @@ class RaggedBlocks:
 
 @dataclass(frozen=True)
 class RowReads:
-    """One row's reads: position `base` of the first token read, `length` of the row before the step."""
+    """One row's reads, from position `base` on; `length` before the step."""
 
     block_ids: Sequence[int]
     base: int
@@ -68,14 +68,10 @@ class RowReads:
 
 
 class Reads:
-    """Blocks of one group that each row reads, with those of the step's own tokens.
+    """Blocks of one group that rows read, with those of the step's own tokens.
 
-    Args:
-        lengths: tokens in each row before the step.
-        num_tokens: tokens added to every row.
-
-    Attributes:
-        begins_early: whether the device may start before the step is built; not if the step assigns to an arena.
+    `lengths`: each row's tokens before the step, which adds `num_tokens` to each. `begins_early`: the device may start
+    before the step is built; not if the step assigns to an arena.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Reads:
     @cached_property
     def block_ids(self) -> mx.array:
         """Slots to read, int32 [B, num_blocks]."""
-        # A row without tokens has no block to repeat.
+        # An empty row has no block to repeat.
         rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
         return mx.array(rows, dtype=mx.int32)
 
@@ -198,7 +194,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Of all tokens, int32 [B * num_tokens] each."""
+        """Two arrays, int32 [B * num_tokens]."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -240,7 +236,7 @@ class Writes:
             side.write_scattered(packed, *self.slots_and_offsets, head)
 
     def put_tokens(self, tensor: TensorArena, new: mx.array) -> None:
-        """Write another tensor's values per token, [B, n, ...]. Lazy."""
+        """Write another tensor's values, [B, n, ...]. Lazy."""
         if self._by_runs:
             for run in self.runs:
                 end = run.offset + run.stop - run.start
@@ -254,7 +250,7 @@ Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values for attention. `residual_kv`: a `LayerResidualKV` of some rows, or None."""
+    """Keys and values for attention. `residual_kv`: a `LayerResidualKV`, or None."""
 
     arena: LayerArena
     reads: Reads
@@ -265,7 +261,7 @@ class PagedKV(NamedTuple):
 class Handle:
     """Stands for cached keys or values in model code until attention (`models/attachment.py`).
 
-    Not an array: code that computes with it fails. `projections`: for MLA, from latent to keys and values.
+    No array, so that computing with it fails. `projections`: for MLA, from latent to keys and values.
     """
 
     kv: PagedKV
@@ -279,9 +275,7 @@ class Handle:
 class StepCache:
     """One layer's cache in one step. Allocates nothing.
 
-    Args:
-        reads, writes: None if the step skips the layer.
-        offset: first new position: int for one row, else int32 [B].
+    `reads`, `writes`: None if the step skips the layer. `offset`: first new position; int32 [B] for several rows.
     """
 
     def __init__(
@@ -300,17 +294,16 @@ class StepCache:
         self._written: tuple[Any, Any] | None = None
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Append; shapes as in `Writes.put`."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that skips it")
         self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """As in mlx-lm's caches, but returns handles."""
+        """Append as mlx-lm's caches do, but return handles."""
         if self.arena.values is None:
-            # MLA: latent and rope part are stored as one key. The model multiplies its queries' rope part by the
-            # result: the identity [1, 1, D_rope, D_rope] leaves it unchanged.
+            # MLA stores latent and rope part as one key. The model multiplies its queries' rope part by the result:
+            # the identity [1, 1, D_rope, D_rope] leaves it unchanged.
             kv = self.update(mx.concatenate([keys, values], axis=-1), None)
             self._written = Handle(kv, keys.dtype), mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
         else:
@@ -319,13 +312,13 @@ class StepCache:
         return self._written
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Result of the last update, for layers that share this KV."""
+        """The last update's result, for layers that share this KV."""
         if self._written is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: attention masks by the step's reads."""
+        """Return None: attention masks by the step's reads."""
         check_window(self.arena, window_size)
 
 

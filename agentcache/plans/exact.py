@@ -13,7 +13,7 @@ from agentcache.plans.room import Room
 
 
 class ExactPlan(RequestPlan):
-    """Exact KV, in base's cache only: of base, an adapter, or base and a decoder."""
+    """Exact KV, in base's cache: of base, an adapter, or base and a decoder."""
 
     @property
     def _finder(self) -> PrefixFinder:
@@ -27,7 +27,7 @@ class ExactPlan(RequestPlan):
         cached, cut = finder.match(self._most_cached), self._resources.adapters.cut(self.use)
         if not cut or not states.num_slots:
             return cached
-        # Only chunks use hidden states: the last token goes through all layers.
+        # The last token goes through all layers.
         limit, durable = len(self.token_ids) - 1, self.submitted.request.agent is not None
         return match_hidden_states(cached, finder, limit, states, cut, durable=durable)
 
@@ -81,7 +81,7 @@ class ExactPlan(RequestPlan):
 
 
 def exact_passes(use: AdapterUse | None, sequence: BlockTables, ahead: CachedHiddenStates | None = None) -> list[Pass]:
-    """`ahead`: hidden states that the first pass starts from."""
+    """Return the passes. The first starts from hidden states `ahead`."""
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HiddenStateUse:
-    """Blocks that one open plan reads, until read, and fills, at layers that loaded adapters need."""
+    """Hidden-state blocks that an open plan reads, until read, and fills, at layers that loaded adapters need."""
 
     def __init__(self, cache: HiddenStateCache, adapters: AdapterWeightSet) -> None:
         self._cache = cache
@@ -39,11 +39,11 @@ class HiddenStateUse:
         self._reader = HiddenStateReader(found.first, self._cache.lock(found.names))
 
     def plan(self, plan: RequestPlan, start: int, num_tokens: int) -> HiddenStatePlan:
-        """Reads and writes of a step after `start` tokens; only chunks of plain rows have any."""
+        """Plan a step after `start` tokens. Only chunks of plain rows read or write."""
         cut = plan.passes[0].cut
         reads: Sequence[Piece] = ()
         if cut:
-            assert self._reader is not None  # kept until the pass with the cut ends
+            assert self._reader is not None  # until the pass with the cut ends
             reads = self._reader.pieces(start, start + num_tokens)
         writes = {}
         if self._cache.num_slots and num_tokens > 1 and plan.extend_step is None:
@@ -61,7 +61,7 @@ class HiddenStateUse:
         return plan.origin.start
 
     def advance(self, sequence: BlockTables) -> None:
-        """Publish filled blocks and release read ones; `sequence` has published its own."""
+        """Publish filled blocks, release read ones, after `sequence` has published its own."""
         for writer in self._writers.values():
             writer.publish(sequence.paths[0].nodes)
         if self._reader is not None and self._reader.end <= sequence.num_tokens:

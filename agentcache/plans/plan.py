@@ -34,12 +34,10 @@ Save = Callable[[str, BlockTables, Sequence[PathBlock]], None]
 
 @dataclass(frozen=True)
 class Pass:
-    """A range of tokens computed by the same layers of one model, from the end of `writes` on.
+    """Tokens computed by the same layers of one model, from the end of `writes` on.
 
-    Args:
-        computes: adapter, active from its start; None for base.
-        end: token count at which the pass is done; None for the last pass.
-        cut: first layer to compute; below it, KV and hidden states are cached.
+    `computes`: adapter, active from its start; None for base. `end`: token count; None for the last pass. `cut`: first
+    layer to compute; KV and hidden states below are cached.
     """
 
     computes: AdapterUse | None
@@ -49,7 +47,7 @@ class Pass:
 
     @property
     def model(self) -> str | None:
-        """Digest of the model that replaces base; None for base, with or without a LoRA."""
+        """Digest of the decoder that replaces base, or None."""
         return self.computes.digest if self.computes is not None and self.computes.is_decoder else None
 
     @property
@@ -59,7 +57,7 @@ class Pass:
 
 @dataclass(eq=False)
 class PlanResources:
-    """What all plans share. `largest_chunk`: most tokens of a prompt in one step."""
+    """What all plans share. `largest_chunk`: most prompt tokens of a step."""
 
     caches: KeptCaches
     adapters: AdapterWeightSet
@@ -74,16 +72,14 @@ class RequestPlan(ABC):
     Opened at admission, and again after a preemption. While open, its position only grows.
 
     Attributes:
-        token_ids: prompt and generated tokens, which grow.
+        token_ids: prompt and generated tokens; grows.
         use, origin: adapter, and origin of the computed KV; None for base.
-        stepped_down: why the requested policy is not used.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         own_tokens: prompt tokens in the matched lineage.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of these neither in RAM nor on disk.
-        snapshots: None without recurrent state.
-        tables: block tables in all caches, base's first; empty while not open.
-        sequence: block tables in base's cache; valid while open.
+        tables: in all caches, base's first; empty while not open.
+        sequence: those in base's cache; valid while open.
         passes: remaining ones, the current first; empty while not open.
     """
 
@@ -122,7 +118,7 @@ class RequestPlan(ABC):
         if self.submitted.request.agent is not None and found is not None and found.transcript:
             common = len_common_prefix(found.transcript.ids, self.submitted.match.transcript.ids)
             self.own_tokens = agreed_tokens(found.producer, self.origin, common)
-            # The last generated token was not computed; the last prompt token always is.
+            # The last generated token was not computed, the last prompt token always is.
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             self.expected_tokens = min(self.own_tokens, computed, self.num_prompt_tokens - 1)
 
@@ -139,10 +135,10 @@ class RequestPlan(ABC):
 
     @abstractmethod
     def match(self) -> Cached:
-        """Return the longest prefix that the plan can continue. Changes nothing."""
+        """Return the longest prefix that the plan can continue."""
 
     def open(self, cached: Cached, *, busy: bool) -> None:
-        """Take the blocks of all caches, or none, and copy those that are due; the tables' `loads` stay due.
+        """Take the blocks of all caches, or none, and copy those that are due; `loads` stay due.
 
         `busy`: other plans are open and keep what they need. Raises OutOfBlocks.
         """
@@ -181,12 +177,12 @@ class RequestPlan(ABC):
 
     @property
     def written(self) -> Sequence[CacheTables]:
-        """Block tables that the current pass fills with its next token."""
+        """Block tables that the next token fills."""
         return self.tables
 
     @property
     def written_until(self) -> int | None:
-        """Tokens up to which `written` stays the same; None for the whole pass."""
+        """End of tokens with this `written`; None for the whole pass."""
         return None
 
     @property
@@ -204,11 +200,11 @@ class RequestPlan(ABC):
         return None
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens before a step of plain rows, and of rows that add an adapter's part to base's KV."""
+        """Tokens before a step of plain rows, and of rows that add residuals to base's KV."""
         return (start,), ()
 
     def advance(self, token_ids: Sequence[int], save: Save) -> bool:
-        """Publish computed tokens. `save` gets the blocks that they fill; return whether there are any."""
+        """Publish computed tokens; `save` gets the blocks that they fill. Return whether any are full."""
         has_filled = False
         for cache, tables in self.written:
             if published := cache.prefix.advance(tables, token_ids):
@@ -223,7 +219,7 @@ class RequestPlan(ABC):
         """Give up blocks that no later token reads."""
 
     def catch_up(self, begin: int, end: int) -> None:
-        """Take published blocks of tokens `begin … end - 1`, in all caches that the pass writes."""
+        """Take published blocks of tokens `begin … end - 1`, in all caches `written`."""
         if not self.num_generated:
             self._note_caught_up(begin, end)
         for cache, tables in self.written:
@@ -240,7 +236,7 @@ class RequestPlan(ABC):
             cache.prefix.share_tail(tables, num_tokens)
 
     def close(self, num_tokens: int, early: Mapping[str, Sequence[PathBlock]]) -> list[CacheTurn]:
-        """Keep the blocks of the first tokens, and close. Return what to save, base's cache first.
+        """Keep the first tokens' blocks, and close. Return what to save, base's cache first.
 
         `early`: blocks saved before, by cache.
         """

@@ -47,7 +47,7 @@ class Planner:
     def resolve(self, plan: RequestPlan) -> RequestPlan:
         """Resolve policy `auto`: `exact` if its blocks fit without eviction, else `residual`.
 
-        A longer prefix in the residual cache also means `residual`. A prompt known to diverge stays `exact`.
+        A longer residual prefix also means `residual`; a prompt known to diverge stays `exact`.
         """
         use = plan.use
         if use is None or not use.may_share:
@@ -63,7 +63,7 @@ class Planner:
 
     @property
     def check_lossy(self) -> Callable[[Adapter], object] | None:
-        """Raises UnsupportedPolicy for an adapter without residuals; None without lossy policies."""
+        """A check that raises UnsupportedPolicy without residuals; None without lossy policies."""
         support = self.residuals.support
         return None if support is None else support.shape_of
 
@@ -79,11 +79,11 @@ class Planner:
         self.residuals.close_for(digest)
 
     def clear(self) -> None:
-        """Evict what no plan reads from caches that are not kept on disk."""
+        """Evict what no plan reads from caches that are only in RAM."""
         self.hidden_states.clear()
 
     def give_back(self) -> int:
-        """Return unread hidden states' memory to the system, and its bytes."""
+        """Free unread hidden states; return the bytes."""
         return self._loaded.hidden_states.blocks.keep_first(self.hidden_states.give_back())
 
     def check_integrity(self) -> None:
@@ -123,7 +123,7 @@ def open_planner(
     block_bytes = loaded.hidden_states.block_bytes() if budget else 0
     num_slots = budget // block_bytes if block_bytes else 0
     hidden_states = HiddenStateCache(num_slots, block_bytes, ledger)
-    # Slow.
+    # Runs the model.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     residuals = ResidualCaches(caches, persistence, runner, ledger, support, config.max_divergence)
     return Planner(PlanResources(caches, adapters, hidden_states, largest_chunk), residuals, loaded)

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 class ResidualKV:
     """Residual KV on top of base's KV.
 
-    Args:
-        paired_from: first token whose base KV is written in the same step as its residuals.
-        is_family: whether base's rows write the residuals, for the adapter's family.
+    `paired_from`: first token whose base KV is written in the same step as its residuals. `is_family`: base's rows
+    write the residuals.
     """
 
     cache: KeptCache
@@ -92,7 +91,7 @@ class ResidualPlan(RequestPlan):
         cache, room, num_tokens = self._cache, Room(self._resources), len(self.token_ids) + 1
         if busy:
             room.check_residuals(cache, cached, num_tokens)
-        # Against the evictions below.
+        # Evict these last.
         self._base.prefix.touch(cached)
         cache.prefix.touch(cached.own)
         has_slots = room.make(cache, cached.own, num_tokens)
@@ -111,7 +110,7 @@ class ResidualPlan(RequestPlan):
     def _note(self, cached: Cached) -> None:
         prefix, num_prompt_tokens = cached.own, self.num_prompt_tokens
         own = min(self.own_tokens, prefix.num_tokens)
-        # Residuals of an adapter that is new to the conversation, or was not used last, are not lost.
+        # Residuals of an adapter not used last are not lost.
         residual = min(self.expected_tokens, self._saved_residual_tokens)
         self.lost_tokens = max(0, self.expected_tokens - cached.num_tokens, residual - prefix.known_tokens)
         self.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=prefix.known_tokens)
@@ -194,7 +193,7 @@ class ResidualPlan(RequestPlan):
         return self.writes_residuals and self.passes[0].computes is not None
 
     def has_base_row(self, start: int) -> bool:
-        """Whether base computes the same tokens, in a step after `start` tokens."""
+        """Whether base computes the same tokens in a step after `start`."""
         return self.reads_residuals and self.residual_kv.is_paired(start)
 
     def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -207,7 +206,7 @@ class ResidualPlan(RequestPlan):
         return with_residual_rows if self.writes_residuals else None
 
     def residual_row(self, place: int, start: int, base_row: int | None, adapters: AdapterWeightSet) -> ResidualRow:
-        """The adapter's row, or base's for its family. `base_row`: place of the base row beside it."""
+        """The adapter's row, or base's for its family. `base_row`: place of base's, if any."""
         adapter = adapters.row(self.use)
         assert adapter is not None
         is_read = self.reads_residuals
@@ -228,7 +227,7 @@ def with_residual_rows(
 ) -> StepInputs:
     """Add residual rows, and at the end base rows of requests that compute both.
 
-    An adapter's row writes no KV: base's is cached, or its base row writes it.
+    An adapter's row writes no KV: base's is cached, or its row writes it.
     """
     num_tokens, starts = step.token_ids.shape[1], step.lengths
     residual = {i: plan for i, plan in enumerate(plans) if isinstance(plan, ResidualPlan) and plan.writes_residuals}
@@ -256,7 +255,7 @@ def with_residual_rows(
 def residual_passes(
     use: AdapterUse | None, residual_kv: ResidualKV, last: int = 0, at_once: int = BLOCK_SIZE
 ) -> list[Pass]:
-    """Return the passes. `last`: first token that the adapter must compute. `at_once`: largest chunk in tokens."""
+    """Return the passes. `last`: first token that the adapter must compute. `at_once`: largest chunk."""
     made = _family_passes(use, residual_kv, last) if residual_kv.is_family else _passes(use, residual_kv, at_once)
     return list(made)
 
@@ -274,7 +273,7 @@ def _passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> It
 
 
 def _family_passes(use: AdapterUse | None, residual_kv: ResidualKV, last: int) -> Iterator[Pass]:
-    """Base over missing residuals, tokens with base KV first; then the adapter."""
+    # Without base's KV, a row writes both.
     yield Pass(None, min(residual_kv.base.num_tokens, last), residual_kv.residuals)
     yield Pass(None, last, residual_kv.residuals)
     yield Pass(use, None, residual_kv.residuals)

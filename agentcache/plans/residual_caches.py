@@ -23,10 +23,7 @@ _MOST_REMEMBERED = 256
 
 
 class ResidualCaches:
-    """Residual caches, open while their adapters' weights are on the device, and prompts that must not use them.
-
-    `support`: adapters that can have residuals; None without lossy policies.
-    """
+    """Residual caches of adapters on the device, and prompts that must not use them."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class ResidualCaches:
             self._open_family(adapter)
 
     def cache_of(self, use: AdapterUse) -> KeptCache:
-        """The adapter's or the family's cache. The weights must be on the device."""
+        """The adapter's or family's cache. The weights must be on the device."""
         if use.is_family:  # other members may not fit on the device
             self._open_family(self._members[use.family][use.digest])
         return self._caches.get(use.residual_cache)
@@ -105,7 +102,7 @@ class ResidualCaches:
         return self._runner.saturated_residuals
 
     def known_divergence(self, plan: ResidualPlan) -> float | None:
-        """Return the divergence above the limit measured for the prompt's first tokens, or None."""
+        """Return a divergence above the limit measured for the first tokens, or None."""
         cached_as, packed = _cached_as(plan), pack_token_ids(plan.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
             if key[:3] == cached_as and packed.startswith(key[3]):
@@ -114,7 +111,7 @@ class ResidualCaches:
         return None
 
     def is_too_far(self, plan: ResidualPlan) -> bool:
-        """Whether the divergence is above the limit; remember such prompts."""
+        """Whether the divergence is above the limit; if so, remember the prompt."""
         if plan.divergence is None or plan.divergence <= self._max_divergence:
             return False
         first = plan.token_ids[: min(BLOCK_SIZE, plan.num_prompt_tokens)]

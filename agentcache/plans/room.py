@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Growth:
-    """An admitted request: block tables by group, and tokens to have room for."""
+    """An admitted request: block tables by group, tokens to have room for."""
 
     tables: Sequence[BlockTable]
     num_tokens: int
@@ -33,10 +33,7 @@ def has_room(
     evicts: bool = True,
     beside: int = 0,
 ) -> bool:
-    """Whether `running` and a request with cached `prefix` fit, if pools grow and `beside` bytes go elsewhere.
-
-    `evicts`: slots can be evicted.
-    """
+    """Whether `running` and a request with cached `prefix` fit, if pools grow and `beside` bytes go elsewhere."""
     fits = _fits if evicts else _fits_beside_the_cached
     indices = range(len(allocator.slots.groups))
     return all(fits(allocator, index, running, prefix, num_tokens, beside) for index in indices)
@@ -77,7 +74,7 @@ def slots_needed(
     prefix: Cached | None = None,
     num_tokens: int = 0,
 ) -> int:
-    """Slots of a group that `running` and one more request need."""
+    """Slots that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.path(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
@@ -94,7 +91,7 @@ def _most_blocks(group: Group, num_tokens: int) -> int:
 
 
 class Room:
-    """Room for one more request in the pools of all caches, beside the open plans."""
+    """Room for one more request in all caches, beside the open plans."""
 
     def __init__(self, resources: PlanResources) -> None:
         self._caches = resources.caches
@@ -102,7 +99,7 @@ class Room:
         self._base = resources.caches.base.prefix
 
     def check(self, prefix: Cached, num_tokens: int, beside: int | None = None) -> None:
-        """Raise OutOfBlocks unless a request of `num_tokens` tokens with cached `prefix` fits.
+        """Raise OutOfBlocks unless a request with cached `prefix` fits.
 
         `beside`: bytes for residual KV; None for what admitted requests lack.
         """
@@ -112,8 +109,8 @@ class Room:
             raise OutOfBlocks("running requests need all the blocks there are")
 
     def fits_beside_cached(self, prefix: Cached, num_tokens: int) -> bool:
-        """Whether the request fits without eviction."""
-        # Residuals cannot evict blocks that are read: their share stays free.
+        """Whether a request fits without eviction."""
+        # Residuals cannot evict blocks in use: their share stays free.
         kept = self._base.ledger.share_left(RESIDUAL)
         return has_room(
             self._base.allocator, self._growth(self._caches.base), prefix, num_tokens, evicts=False, beside=kept
@@ -148,7 +145,7 @@ class Room:
     def _lacking(
         self, joins: KeptCache | None = None, prefix: Cached | None = None, num_tokens: int = 0
     ) -> tuple[int, int]:
-        """Bytes of residual slots that admitted requests, and one that joins, lack; and spare bytes."""
+        """Bytes of residual slots that requests, and one that joins, lack; and spare bytes."""
         lacking = spare = 0
         for cache in self._caches.further:
             allocator, running = cache.prefix.allocator, self._growth(cache)

@@ -1,4 +1,4 @@
-"""Inputs and memory of a step of several plans."""
+"""Inputs and memory of steps of several plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.plans.plan import RequestPlan
 
 
 class StepMaker:
-    """The first rows of a step are the plans', in order."""
+    """Makes the inputs of steps. The first rows are the plans', in order."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
         self._runner = runner
@@ -29,10 +29,7 @@ class StepMaker:
         all_logits: bool,
         states: Sequence[RowState | None],
     ) -> StepInputs:
-        """Return the inputs of a step of the plans' current passes, after `starts` tokens each.
-
-        `token_ids`: int32 [B, n]; may be lazy.
-        """
+        """Return a step of the plans' current passes after `starts` tokens. `token_ids`: int32 [B, n], or lazy."""
         num_tokens, works = token_ids.shape[1], [plan.passes[0] for plan in plans]
         model, cut = self._adapters.decoder(works[0].model), works[0].cut
         extend = next((found for plan in plans if (found := plan.extend_step) is not None), None)
@@ -54,7 +51,7 @@ class StepMaker:
         return step if extend is None else extend(step, plans, self._runner, self._adapters)
 
     def check(self, plan: RequestPlan, start: int, num_tokens: int) -> None:
-        """Raise if the plan's row alone cannot be made."""
+        """Raise if the row alone cannot be made."""
         work = plan.passes[0]
         self._adapters.decoder(work.model)
         self._adapters.rows([work.computes])
@@ -65,7 +62,7 @@ class StepMaker:
 def step_bytes(
     footprint: Footprint, plans: Sequence[RequestPlan], starts: Sequence[int], num_tokens: int, *, all_logits: bool
 ) -> int:
-    """Estimate the bytes of a step of `num_tokens` tokens a row."""
+    """Estimate a step's bytes; `num_tokens` per row."""
     if all(plan.extend_step is None for plan in plans):
         return footprint.step_bytes(starts, num_tokens, all_logits=all_logits)
     rows = [plan.contexts(start) for plan, start in zip(plans, starts, strict=True)]

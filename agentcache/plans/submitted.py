@@ -20,14 +20,12 @@ class SubmittedRequest:
     """A tokenized request. Never changes.
 
     Args:
-        match: prompt tokens, and their relation to `found`.
-        submitted_at: by `time.perf_counter`.
         found: matched lineage; None for a new one.
         held: content of `found.transcript`, kept in RAM until the request ends.
-        goes_on: whether the turn replaces `found`, which it extends or equals (`is_twin`).
-        system_tokens: length of the system prompt and tools, as far as known.
-        repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0. For models
-            with recurrent layers.
+        goes_on: the turn replaces `found`, which it extends or equals (`is_twin`).
+        system_tokens: length of the system prompt and tools, if known.
+        repeated_tokens: for recurrent models, prompt tokens that the next prompt repeats if it does not repeat the
+            reply; else 0.
     """
 
     request: Request
