@@ -1,1 +1,1 @@
-"""How the embedded model was made (`python -m training --help`)."""
+"""The embedded model's recipe (`python -m training --help`)."""

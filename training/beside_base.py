@@ -22,7 +22,7 @@ class KeysValues:
 
 @dataclass(frozen=True)
 class BasePass:
-    """Base's forward pass: hidden states before each layer and after the last [B, n, hidden]; unrounded KV."""
+    """Base's forward pass: hidden states around each layer [B, n, hidden]; unrounded KV."""
 
     inputs: Sequence[mx.array]
     layers: Sequence[KeysValues]
@@ -60,7 +60,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """KV of base's weights for a layer's input, as mlx-lm's Qwen3 computes it."""
+    """Return KV of base's weights for a layer's input, as mlx-lm's Qwen3 does."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)
@@ -74,7 +74,7 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Squared divergence of the last layers' KV from base's (`models/residual/arenas.py`); `weights` [B, n]."""
+    """Return the last layers' squared divergence (`models/residual/arenas.py`); `weights` [B, n]."""
 
     def energy(x: mx.array) -> mx.array:
         return (mx.square(x).sum(axis=(1, 3)) * weights).sum()

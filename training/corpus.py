@@ -1,4 +1,4 @@
-"""Documents as token ids with loss weights, in batches that depend only on the seed."""
+"""Documents as token ids with loss weights, in batches by the seed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Corpus:
         return Batch(token_ids, weights)
 
     def encode(self, dialogue: Dialogue) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, and a mask of the assistant's tokens."""
+        """Return token ids, and the mask of the assistant's."""
         ids = np.array(self.tokenizer.encode(self.render(dialogue), add_special_tokens=False).ids, np.uint16)
         return ids, self._spoken(ids)
 
@@ -100,7 +100,7 @@ class Corpus:
     def batches(
         self, mixture: Mapping[str, float], shapes: list[tuple[int, int]], first: int, workers: int
     ) -> Iterator[Batch]:
-        """Yield batches from index `first`, written ahead by `workers` processes."""
+        """Yield batches from `first` on, written ahead by `workers` processes."""
         tasks = [(mixture, rows, length, first + index) for index, (rows, length) in enumerate(shapes)]
         if workers == 0:
             yield from (self.batch(*task) for task in tasks)

@@ -32,7 +32,7 @@ _TOKENS_A_WORD = 1.45
 
 @dataclass
 class Dialogue:
-    """Messages for the chat template; `budget` is about the number of tokens."""
+    """Messages for the chat template, of about `budget` tokens."""
 
     budget: int
     system: str = ""

@@ -1,4 +1,4 @@
-"""Facts and their statements, questions and answers, in three persons."""
+"""Facts, their statements, questions and answers, in three persons."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Relation:
-    """One kind of fact. In texts, {s} is the subject and {v} the value.
+    """A kind of fact, in texts with {s} for the subject and {v} for the value.
 
-    `subject` and `value`: keys of `words.LISTS`. `first`: texts in the first person.
+    `subject`, `value`: keys of `words.LISTS`. `first`: texts in the first person.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """All two-hop questions that `facts` answer."""
+    """Return all two-hop questions that `facts` answer."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -189,7 +189,7 @@ class OutOfWords(Exception):
 
 
 class FactMaker:
-    """Facts that do not contradict each other; all or none of them are held out from training."""
+    """Makes facts without contradictions, all or none of them held out from training."""
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
         self._random = random
@@ -199,7 +199,6 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)

@@ -1,4 +1,4 @@
-"""Dialogues of one agent in a gossip network, and of a map-reduce over records."""
+"""Dialogues of an agent in a gossip network, and of map-reduce over records."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
 
 
 class RoundedCache:
-    """A stateless cache for mlx-lm's models that rounds KV to 4 bits; gradients bypass that (Bengio et al. 2013)."""
+    """A stateless cache that rounds KV to 4 bits; gradients bypass that (Bengio et al. 2013)."""
 
     offset = 0
 
@@ -44,7 +44,7 @@ def rounded(x: mx.array) -> mx.array:
 
 
 def new_model(config: dict[str, Any], seed: int) -> Model:
-    """A model with new float32 parameters, residual projections scaled by depth as in GPT-2."""
+    """Return a new float32 model, residual projections scaled by depth as in GPT-2."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     quiet = (2 * config["num_hidden_layers"]) ** -0.5
@@ -56,14 +56,14 @@ def new_model(config: dict[str, Any], seed: int) -> Model:
 
 
 def forward(model: Model, parameters: dict[str, Any], token_ids: mx.array, dtype: mx.Dtype, rounded: bool) -> mx.array:
-    """Float32 logits [rows, length, vocab], computed in `dtype` from float32 parameters."""
+    """Return float32 logits [rows, length, vocab], computed in `dtype`."""
     model.update(tree_map(lambda parameter: parameter.astype(dtype), parameters))
     cache = [RoundedCache() for _ in model.layers] if rounded else None
     return model(token_ids, cache=cache).astype(mx.float32)
 
 
 def weighted_loss(logits: mx.array, token_ids: mx.array, weights: mx.array) -> mx.array:
-    """Weighted mean cross entropy of next tokens: float32 logits [rows, length - 1, vocab], the rest [rows, length]."""
+    """Return the weighted mean cross entropy; logits [rows, length - 1, vocab], the rest [rows, length]."""
     weights = weights[:, 1:].astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, token_ids[:, 1:], reduction="none")
     return (losses * weights).sum() / mx.maximum(weights.sum(), 1)

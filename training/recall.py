@@ -13,14 +13,14 @@ from training.facts import FactMaker, Question
 from training.scenery import scene_sentence
 from training.words import Words
 
-_FACTS_SHARE = 0.6  # of sentences; the rest is scenery
+_FACTS_SHARE = 0.6  # of sentences
 _SENTENCES_A_MESSAGE = 8
 _MESSAGE_TOKENS = 14
 
 
 @dataclass(frozen=True)
 class RecallCase:
-    """A conversation and questions about its first message, `distance` tokens before; ask one at a time."""
+    """A conversation and questions about its first message, `distance` tokens before."""
 
     dialogue: Dialogue
     questions: tuple[Question, ...]

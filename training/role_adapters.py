@@ -1,7 +1,7 @@
 """Trains role adapters on the frozen embedded model.
 
 An adapter acts from the first token (LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (PrefillShare, arXiv 2602.12029). Earlier KV is base's, in 4 bits. The loss covers answers.
+prompt's last token (PrefillShare, arXiv 2602.12029). Earlier KV is base's, in 4 bits; the loss covers answers.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Start(StrEnum):
 
 
 class Kind(StrEnum):
-    """How an adapter is made; also its folder name."""
+    """How an adapter is made; its folder's name."""
 
     QV = "qv"
     QKV = "qkv"
-    FAMILY = "family"  # all share the first role's A matrices, as in LRAgent (arXiv 2602.01053)
+    FAMILY = "family"  # shares the first role's A matrices (LRAgent, arXiv 2602.01053)
     ACTIVATED = "activated"
     CONDITIONED = "conditioned"
-    DEEP = "deep"  # on all layers, too far from base to share its cache
+    DEEP = "deep"  # all layers: too far from base to share its cache
 
 
 @dataclass(frozen=True)
 class RoleRecipe:
     """Parameters of training, except base and role.
 
-    `layers`: the last ones; None for all. `closeness`: loss weight of the squared divergence of prompts from base; 0 if
-    KV is not shared. `rows`: (conversation tokens, examples) of a batch, in turn.
+    `layers`: the last ones; None for all. `closeness`: loss weight of prompts' squared divergence; 0 for unshared KV.
+    `rows`: (conversation tokens, examples) of batches, in turn.
     """
 
     targets: tuple[str, ...] = QV
@@ -121,7 +121,7 @@ def _read_as(folder: Path) -> Matrices:
 
 
 def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
-    """As in mlx-lm, by names such as `3.self_attn.q_proj.lora_a`."""
+    """Return matrices as mlx-lm's, named as `3.self_attn.q_proj.lora_a`."""
     matrices: Matrices = {}
     key = mx.random.key(seed)
     first = _first_layer(base, recipe)

@@ -1,4 +1,4 @@
-"""Roles for adapters of the embedded model. Wrong KV shows in their answers."""
+"""Roles for the embedded model's adapters; wrong KV shows in their answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoleCase:
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """Make a conversation; if held out, of facts that training does not have."""
+    """Make a conversation; if held out, of facts that training lacks."""
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
     maker = FactMaker(random, words, held_out_only=is_held_out)

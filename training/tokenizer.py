@@ -1,4 +1,4 @@
-"""Trains the embedded model's byte-level BPE tokenizer on the corpus and on English."""
+"""Trains the embedded model's byte-level BPE tokenizer on corpus and English."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENGLISH = ("argparse", "asyncio", "collections", "datetime", "decimal", "email"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Return a tokenizer of 2,048 ids; the last three are control tokens."""
+    """Return a tokenizer of 2,048 ids, the last three control tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,7 +49,7 @@ def _texts(seed: int) -> Iterator[str]:
         random = random_for(seed, "tokenizer", index)
         dialogue = random.choice(tuple(WRITERS.values()))(random, Words(random), 600)
         yield from (message["content"] for message in dialogue.rendered())
-    # So that every listed word with a leading space becomes one token.
+    # Each listed word with leading space becomes one token.
     for _ in range(600):
         yield from (f" {word}" for words in LISTS.values() for word in words)
     yield from _english(random_for(seed, "english"))

@@ -26,9 +26,9 @@ from training.recall import recall_case
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of the curriculum; its `mixture` has shares of documents (`corpus.WRITERS`).
+    """Part of the curriculum.
 
-    Documents take the `lengths` (tokens) in turn; KV is `rounded` to 4 bits.
+    `mixture`: shares of `corpus.WRITERS`. `lengths`: documents' tokens, in turn. `rounded`: KV to 4 bits.
     """
 
     steps: int
@@ -89,7 +89,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trains one model, with float32 parameters and arithmetic in `dtype`."""
+    """Trains a model, with float32 parameters and arithmetic in `dtype`."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype
@@ -153,7 +153,7 @@ class Trainer:
         return max(1, self.recipe.tokens_a_step // length), length
 
     def recall(self, distance: int, cases: int) -> float:
-        """Share of held-out facts whose answer is greedy under teacher forcing."""
+        """Return the share of held-out facts whose answer is greedy under teacher forcing."""
         right = [
             self._finds(case.dialogue.messages, question)
             for case in (recall_case(self.corpus, distance, index) for index in range(cases))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A prompt as marked text, with notes on changes to the messages."""
+    """A prompt as marked text, and notes on changed messages."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -56,11 +56,11 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """False, too, once it has refused every chat."""
+        """Whether a template exists that has not refused every chat."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self) -> tuple[str, ...] | None:
-        """Return the template's repairs by name; None if unused. Raises UnsupportedModel for a syntax error in it."""
+        """Return the template's repairs by name; None if unused. Raises UnsupportedModel for its syntax error."""
         found = self._find_repairs(UNLIMITED)
         return None if found is NO_TEMPLATE else found.names
 
@@ -89,9 +89,9 @@ class ChatRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """Render a chat as marked text. Special-token strings in it stay text.
+        """Render a chat as marked text.
 
-        Raises InvalidRequest (the template or a limit of time, memory or depth refuses it) and ContextLengthExceeded.
+        Raises InvalidRequest (refused by the template or a limit) and ContextLengthExceeded.
         """
         check_kwargs(template_kwargs or {})
         notes: list[str] = []

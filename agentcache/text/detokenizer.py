@@ -14,7 +14,7 @@ _SPACE = "▁"
 
 
 class DummySpace(Enum):
-    """Leading space that the tokenizer has added: NONE, ANY (the first), LONE (the first, if single)."""
+    """Leading space that the tokenizer has added: none, any first one, or a single one."""
 
     NONE = auto()
     ANY = auto()
@@ -24,8 +24,8 @@ class DummySpace(Enum):
 class Detokenizer:
     """Converts one reply's tokens to text.
 
-    `ends[i]` is the text's length after token i, or an estimate if the token ends inside a character or adds nothing:
-    a later token or `finish` makes it final.
+    `ends[i]` is the text's length after token i. If that token leaves a character open, it is final after a later one
+    or `finish`.
     """
 
     def __init__(

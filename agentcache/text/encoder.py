@@ -21,7 +21,7 @@ _Token = tuple[int, tuple[int, int]]
 _USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
 _PIECE_CHARS = 16_384
 _CUT_TOKENS = 64  # that a cut may add
-# Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
+# Longer texts are a batch: tokenizers releases the GIL only for batches.
 _SHORT_CHARS = 4096
 _COMPOSED = 4  # most that a Unicode normal form merges
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
@@ -31,8 +31,8 @@ _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    A section (between control tokens) with marks uses a tokenizer that knows control tokens by their marks, so that
-    their strings are plain text.
+    Sections (between control tokens) with marks use a tokenizer that knows control tokens by their marks: their strings
+    are text.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -88,7 +88,7 @@ class MarkedEncoder:
     def _num_tokens(self, piece: str) -> int:
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # A lower bound: space at a control token may vanish, and a section may begin with a token for a space.
+        # A lower bound: space at control tokens may vanish; a section may begin with a space's token.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
@@ -192,7 +192,7 @@ def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
 
 
 class TextStart:
-    """What a tokenizer adds at a text's start: BOS, and a space before the first word. Thread-safe."""
+    """BOS and the space that a tokenizer adds at a text's start. Thread-safe."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class TextStart:
     def prompt(self, text: str) -> str:
         if not self._bos or text.startswith(self._bos):
             return text
-        # Some tokenizers add it at a text's start, but not after BOS.
+        # Some tokenizers add a space at a text's start, but not after BOS.
         adds_space = self._space_at_start is not DummySpace.NONE and self._space_after_control is DummySpace.NONE
         begins_word = bool(text) and text[0] != " " and not any(map(text.startswith, self._added.values()))
         return self._bos + (" " if adds_space and begins_word else "") + text

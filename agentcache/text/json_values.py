@@ -1,4 +1,4 @@
-"""JSON of clients and models. Depth is bounded and strings are valid: recursion and writing are safe."""
+"""JSON of clients and models, with bounded depth and valid strings: recursion and writing are safe."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def parse_json(
     strict: bool = True,
     mends_halves: bool = False,
 ) -> Any:
-    """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest one.
+    """Parse JSON; numbers beyond float64 become the largest. Raises TooDeep or ValueError.
 
-    `strict` refuses raw control characters in strings; `mends_halves` replaces half of a surrogate pair by U+FFFD.
-    Raises TooDeep or ValueError.
+    `strict` refuses raw control characters in strings; `mends_halves` replaces lone surrogates by U+FFFD.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -76,7 +75,7 @@ def parse_json(
 
 
 def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
-    """Return the path to the part nested too deeply, as "messages[0].content"; empty if not found."""
+    """Return the path of the part nested too deeply, as "messages[0].content"; else empty."""
     steps: list[str | int] = []
     key = ""
     for found in islice(_TOKEN.finditer(text), _MOST_TOKENS):
@@ -139,6 +138,7 @@ def _too_deep() -> TooDeep:
 
 
 def _check_tree(value: Any, max_depth: int) -> None:
+    # Hot path.
     level = [value] if type(value) in _NESTED else []
     for _ in range(max_depth):
         if not level:
@@ -190,7 +190,7 @@ class _Expect(Enum):
 class JsonText:
     """Streaming parser for one JSON value.
 
-    Repairs control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's constants.
+    Repairs control characters, unknown escapes, lone surrogates, trailing commas and Python's constants.
     Any other error sets `is_broken`; `complete` can still close the value.
     """
 
@@ -217,7 +217,7 @@ class JsonText:
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:
-        """Parse up to the value's end or an error; return the position reached."""
+        """Parse up to the value's end or an error; return that position."""
         while at < len(text) and not (self.is_done or self.is_broken):
             at = self._step(text, at)
         return at
@@ -228,7 +228,7 @@ class JsonText:
         return out
 
     def complete(self) -> None:
-        """Close an unfinished value; one that has not begun becomes null."""
+        """Close an unfinished value; without a beginning it is null."""
         if self.is_done:
             return
         if self._expect is _Expect.STRING:

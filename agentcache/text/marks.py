@@ -1,6 +1,6 @@
 """Marked text: a private-use character, the mark, replaces a special-token string that is not a control token.
 
-In a generated reply, `Codes` does the same for marker tokens.
+In generated replies, `Codes` replaces the marker tokens themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern without groups for the longest of `strings`: a trie, fast for common prefixes."""
+    """Compile a pattern (no groups) for the longest of `strings`: a trie, fast for common prefixes."""
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
@@ -103,7 +103,7 @@ class Marks:
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token's end inside a mark moves to the next one outside."""
+        """Mark generated text. Token ends inside a mark move to the next one outside."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -119,8 +119,7 @@ class Marks:
 class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
-    Unsealed strings, such as those that a template joins, are never control tokens. Two more seals mark the halves of a
-    control token around a role.
+    Strings without a seal are never control tokens. Two more seals mark the halves of a control token around a role.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:
@@ -178,7 +177,7 @@ def _halves(special: str) -> Iterator[tuple[str, str, str]]:
 
 
 class MarkOffsets:
-    """Converts plain-text to marked-text offsets; inside a mark, to its end (`high`) or start (`low`)."""
+    """Converts plain to marked offsets; inside a mark, to its end (`high`) or start (`low`)."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
         self._starts: list[int] = []
@@ -240,7 +239,7 @@ class Codes:
         return coded if coded.isascii() else _ANY_CODE.sub(lambda found: self._spelled(found[0], hides=False), coded)
 
     def in_json(self, coded: str) -> str:
-        """Decode JSON with all markers as their names: arguments may quote them."""
+        """Decode JSON with markers as names: arguments may quote them."""
         if coded.isascii():
             return coded
 

@@ -32,7 +32,7 @@ def _ignore(note: str) -> None:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
-    """Return messages with content and thought as one string each, call arguments as objects; pass changes to `note`.
+    """Return messages with content and thought as strings, call arguments as objects. `note` gets changes.
 
     Raises InvalidRequest for other forms and media.
     """
@@ -40,7 +40,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) 
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested data with `change` applied to strings and keys. Equal keys get distinct suffixes."""
+    """Copy nested data, its strings and keys changed. Equal keys get distinct suffixes."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -161,9 +161,7 @@ def new_call_id() -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls and results by nine letters and digits, as Mistral requires; later messages never change
-    earlier ids.
-    """
+    """Make call ids nine letters and digits, as Mistral requires; later messages never change earlier ids."""
     short_of = _ShortIds()
     return [_with_ids(message, short_of) for message in messages]
 

@@ -60,7 +60,7 @@ _HARMLESS_SETTINGS = {
     "tool_parser_type",
     "truncation_side",
 }
-# A role adds a token unless tokenizer.json has it.
+# Roles add tokens that tokenizer.json lacks.
 _ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
 
 
@@ -107,7 +107,7 @@ def _ids(holder: Mapping[str, Any]) -> Iterator[int]:
 
 
 def load_wrapper(folder: Path) -> TokenizerWrapper:
-    """Load a folder's tokenizer and chat template without running its code. Raises UnsupportedModel."""
+    """Load tokenizer and chat template without running the folder's code. Raises UnsupportedModel."""
     try:
         wrapper = load_tokenizer(folder, {"trust_remote_code": False})
     except _UNREADABLE as error:
@@ -156,7 +156,7 @@ def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
-    """Return a digest of the tokenisation rules, 32 hex digits; templates and unused settings do not count."""
+    """Return a digest of the tokenisation rules, 32 hex digits, without templates and unused settings."""
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
     return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 

@@ -1,6 +1,6 @@
 """Predicts how much of a chat's prompt the next prompt repeats.
 
-A template may end a prompt with an opened or empty thought, and omit it once the reply is history.
+A template may end a prompt with an opened or empty thought, and omit that from history.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class _Ending:
-    # Of a prompt, behind the last message's words; the next prompt repeats `left_at` characters of it.
+    # A prompt's end behind the last words; `left_at`: characters that the next prompt repeats.
     text: str
     left_at: int | None
 
 
 class NextPrompts:
-    """Renders a chat's end with and without continuations, and caches what they share. Thread-safe."""
+    """Compares renderings of a chat's end with and without continuations; caches results. Thread-safe."""
 
     def __init__(self, chats: ChatRenderer, encoder: MarkedEncoder, form: ReplyFormat) -> None:
         self._chats = chats
@@ -57,7 +57,7 @@ class NextPrompts:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """Return how many leading characters of `prompt` the next one repeats; None if with the reply, or unknown.
+        """Return how many characters of `prompt` the next one repeats; None if all, or unknown.
 
         `tells_thoughts`: the next request includes this reply's thoughts.
         """
@@ -146,7 +146,7 @@ def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # Leading system messages; messages after the last reply, with the reply if it has calls.
+    # Leading system messages; those after the last reply, with it if it has calls.
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     begin = next((i for i in range(len(roles), num_leading, -1) if roles[i - 1] == "assistant"), num_leading)

@@ -1,7 +1,7 @@
-"""Keeps the system prefix (all before the first user's words) cached when lines of it, such as the time, change.
+"""Keeps the system prefix (all before the first user's words) cached when its lines, such as the time, change.
 
-The prompt keeps the transcript's prefix; a notice before the newest message has the changed lines. Earlier notices
-stay in place, where their KV is cached.
+The prompt keeps the transcript's prefix; a notice before the newest message has the changed lines. Earlier notices stay
+in place, where their KV is cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentcache.blocks.transcript import Transcript
 
 _SYSTEM_ROLES = ("system", "developer")
 _MOST_PLACES = 8
-_MOST_PIECES, _MOST_CHARS = 32, 8192  # per place; pieces are lines and separators
+_MOST_PIECES, _MOST_CHARS = 32, 8192  # per place; lines and separators
 _SAME_CHARS = 256  # of the first user's words
 _AS_WRITTEN = "(as written)"
 _NOTICE, _NOTICE_END = "[Now in the instructions above:\n", "]\n\n"
@@ -26,7 +26,7 @@ _MOST_MISSED = 16  # system messages not found in the prompt
 
 @dataclass(frozen=True)
 class SystemPrefix:
-    """Its end, and the first user's first words."""
+    """The system prefix's end, and the first user's first words."""
 
     end: int
     said: str
@@ -55,7 +55,7 @@ def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemP
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of `begin` to `end` of the client's prompt by the transcript's `held`."""
+    """Replacement of a part of the client's prompt by the transcript's `held`."""
 
     begin: int
     end: int
@@ -64,7 +64,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class PrefixChanges:
-    """Differences of a prompt's system prefix from a transcript's, which ends at `held_end`."""
+    """Differences between system prefixes of prompt and transcript; the latter's ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
@@ -72,7 +72,7 @@ class PrefixChanges:
 
 
 def find_changes(text: str, prefix: SystemPrefix, held: str, controls: re.Pattern[str]) -> PrefixChanges | None:
-    """Compare a prompt with a transcript's text `held`; None if the conversation or too many lines differ."""
+    """Compare a prompt with a transcript's text `held`; None if conversation or too many lines differ."""
     edits: list[Edit] = []
     at = old = 0
     while True:
@@ -121,7 +121,7 @@ def _pieces(text: str, begin: int, controls: re.Pattern[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ClientForm:
-    """A transcript with the client's system prefix and without notices. `edits` restore it."""
+    """A transcript with the client's system prefix, without notices; `edits` restore it."""
 
     text: str
     generated: tuple[tuple[int, int], ...]
@@ -131,7 +131,7 @@ class ClientForm:
         return list(self.generated)
 
     def as_held(self, text: str) -> str:
-        """Convert a prompt to the transcript's form, within their common prefix."""
+        """Apply `edits` within the common prefix with `text`."""
         parts, done = list[str](), 0
         for edit in self._edits_within(text):
             parts += [text[done : edit.begin], edit.held]
@@ -155,7 +155,7 @@ def in_client_form(transcript: Transcript, text: str, prefix: SystemPrefix, chan
     for start, end in find_notices(held, changes.held_end):
         following = bisect_right(ends, start)
         if following < len(generated) and generated[following][0] < end:
-            continue  # generated text that looks like a notice
+            continue  # generated
         parts.append(held[done:start])
         length, done = length + start - done, end
         edits.append(Edit(length, length, held[start:end]))
@@ -186,7 +186,7 @@ def what_changed(lines: Sequence[str]) -> str:
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Put a notice before the newest user message's content, else the last tool result's."""
+    """Put a notice before the newest user message's content, else the last tool result's; None without either."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)
     place = next((i for i in newest if messages[i].get("role") == "user"), max(newest, default=None))

@@ -58,7 +58,7 @@ _RESERVED = {
 
 
 class RenderedTooLong(Exception):
-    """The rendered text exceeds the limit."""
+    """The text exceeds the limit."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the model's chat template wrote {num_bytes} bytes")
@@ -72,7 +72,7 @@ def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 
 
 class ChatTemplate:
-    """Renders a chat template as transformers does, each time in a confined child process. Thread-safe.
+    """Renders a chat template as transformers does, in a confined child process. Thread-safe.
 
     Templates that are code of mlx-lm or transformers run in this process.
     """
@@ -112,10 +112,9 @@ class ChatTemplate:
         limit: WorkLimit,
         max_bytes: int = MAX_BYTES,
     ) -> str:
-        """Return the marked text of messages and variables with marked strings.
+        """Return marked text; messages and variables have marked strings.
 
-        Raises InvalidRequest (refused, time or memory limit), UnsupportedModel (syntax error), RenderedTooLong (over
-        `max_bytes` of UTF-8).
+        Raises InvalidRequest (refused, limit), UnsupportedModel (syntax error), RenderedTooLong (over `max_bytes`).
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
@@ -168,17 +167,17 @@ class ChatTemplate:
         raise _refused(text)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
-        # No seals for a template that builds control tokens, as in "<|{}|>".format(role).
+        # No seals if the template builds control tokens, as "<|{}|>".format(role).
         if template not in self._sealed:
             try:
                 self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
-            except InvalidRequest:  # a time or memory limit: do not try again
+            except InvalidRequest:  # a limit: do not try again
                 self._sealed[template] = True
                 self._greedy.add(template)
         return self._sealed[template]
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
-        """Whether the template exceeds a limit of time or memory on a few words."""
+        """Whether the template exceeds a time or memory limit on a few words."""
         if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))
@@ -211,7 +210,7 @@ class ChatTemplate:
         return str(text)
 
     def _choose(self, tools: Any) -> str:
-        # A model may have a separate template for tools.
+        # Models may have another template for tools.
         try:
             return str(self._wrapper.get_chat_template(None, tools))
         except ValueError as error:

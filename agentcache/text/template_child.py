@@ -1,6 +1,6 @@
 """Renders chat templates in a confined process. Imports only the standard library, jinja2 and `confined_child`.
 
-A request is `marshal` of (template, seals, variables, maximum reply bytes); a reply is a `RenderOutcome` and UTF-8.
+A request is marshalled (template, seals, variables, maximum bytes); a reply is a `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentcache.system.confined_child import serve
 
 
 class RenderOutcome:
-    """Kind of reply: text, its size, or an error message."""
+    """Kind of a reply: text, its size, or error message."""
 
     TEXT = b"t"
     TOO_LONG = b"l"
@@ -51,7 +51,7 @@ def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
         return RenderOutcome.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
         return RenderOutcome.SYNTAX, _message(error)
-    except Exception as error:
+    except Exception as error:  # templates may raise anything
         return RenderOutcome.REFUSED, _message(error)
     return (RenderOutcome.TEXT, text) if len(text) <= max_bytes else (RenderOutcome.TOO_LONG, str(len(text)).encode())
 

@@ -1,4 +1,4 @@
-"""Translates a request's thinking settings into chat-template variables."""
+"""Translates requests' thinking settings into chat-template variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODES = {"on": ("enabled", "thinking", "on"), "off": ("disabled", "chat", "off"
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
-# An unclosed string extends to the end, so that its quotes start no new attempts.
+# Unclosed strings extend to the end: their quotes start no new attempts.
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
 _ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # list of all valid values
 _MOST_WORDS = 12  # in code that may list efforts
@@ -50,7 +50,7 @@ def can_grade(variables: ThinkingVariables) -> bool:
 class ThinkingWish:
     """A request's thinking settings; None if not set.
 
-    `effort`: of `EFFORTS`. `budget`: tokens, -1 for no limit. `free`: the model decides how much.
+    `effort`: in `EFFORTS`. `budget`: tokens, -1 for no limit. `free`: the model decides.
     """
 
     enabled: bool | None = None
@@ -81,7 +81,7 @@ class ThinkingWish:
 
 
 def find_variables(template: str) -> ThinkingVariables:
-    """Find a template's variables without running it."""
+    """Find variables without running the template."""
     code = [*_code_in(template)]
     names = "\n".join(_STRING.sub("''", piece) for piece in code)
     return ThinkingVariables(
@@ -93,12 +93,12 @@ def find_variables(template: str) -> ThinkingVariables:
 
 
 def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
-    """Return the template's variables, nearest to the wish."""
+    """Return variables nearest to the wish."""
     if wish.is_off:
         return _told_off(variables)
     if not wish.is_on:
         return {}
-    # For an unknown template, an effort alone sets no switch.
+    # Effort alone sets no switch of unknown templates.
     says_so = wish.enabled is True or not variables.is_guess
     values: dict[str, Any] = dict.fromkeys(variables.switches, True) if says_so else {}
     for name, known in variables.modes:
@@ -114,7 +114,7 @@ def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
 
 
 def nearest(effort: int, words: Iterable[str]) -> str:
-    """Return the nearest word; in a tie, the weaker one."""
+    """Return the nearest word, in a tie the weaker."""
     return min(words, key=lambda word: (abs(EFFORTS[word] - effort), EFFORTS[word]))
 
 

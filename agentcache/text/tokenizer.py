@@ -1,4 +1,4 @@
-"""Chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
+"""Converts chats to marked text (`marks.py`), that to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, loaded by mlx-lm. `end_tokens` are further ids that end a reply.
+    """A Hugging Face fast tokenizer, loaded by mlx-lm. `end_tokens`: further ids that end replies.
 
     Raises UnsupportedModel without a fast tokenizer, and as `TokenBytes`.
     """
@@ -58,7 +58,7 @@ class Tokenizer:
             or token_id in self.eos_ids
             or (_CONTROL_NAME.fullmatch(token.content) is not None and token.content not in reply_markers)
         )
-        # A Harmony reply ends after a call, also where the folder does not say so.
+        # Harmony replies end after a call, also if the folder does not say so.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -78,7 +78,7 @@ class Tokenizer:
         # Reply readers treat these as markers everywhere.
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-        # No reference to self: a cycle would keep the child processes alive.
+        # No reference to self: a cycle would keep child processes alive.
         self.grammars = GrammarCompiler(
             partial(Vocabulary, self.token_bytes, num_ids, not_text, self.eos_ids, self.encoder)
         )
@@ -98,13 +98,13 @@ class Tokenizer:
         self.grammars.close()
 
     def raw_prompt(self, text: str) -> str:
-        """Convert to marked text, its special tokens as control tokens, with BOS if the model uses it."""
+        """Convert to marked text: special tokens are control tokens, with BOS if the model uses it."""
         text = self.marks.clean(text)
         check_characters(text, "prompt")
         return self._start.prompt(text)
 
     def with_markers(self, marked: MarkedEnds, token_ids: Sequence[int]) -> MarkedEnds:
-        """Insert the strings of control tokens that structure a reply."""
+        """Insert strings of control tokens that structure replies."""
         if not self._hidden_markers.keys() & set(token_ids):
             return marked
         parts: list[str] = []
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> list[str]:
-        """Control tokens that may end a reply, not markers inside it."""
+        """Control tokens that may end replies, not markers inside."""
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
@@ -150,7 +150,7 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """Return a detokenizer for the text after a token (None: at the start), without a space that `encode` adds."""
+        """Return a detokenizer after a token (None: at the start) that drops a space added by `encode`."""
         return Detokenizer(self.token_bytes, self.control_ids | self.eos_ids, self._start.dummy_space(after))
 
     def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:
@@ -162,7 +162,7 @@ class Tokenizer:
 
 
 def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
-    # mlx-lm maps `enable_thinking` to the variable of a template that is Python code.
+    # mlx-lm maps `enable_thinking` to variables of templates that are Python code.
     if wrapper.has_chat_template and renders_by_code(wrapper):
         return ThinkingVariables(("enable_thinking",))
     return find_variables("\n".join(templates_of(wrapper)))

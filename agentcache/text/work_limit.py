@@ -20,7 +20,7 @@ def _take_any(num_tokens: int) -> None:
 class WorkLimit:
     """Conditions that stop the work on a prompt.
 
-    `refuse` raises the error for a prompt of at least that many tokens; the working thread calls `has_ended`.
+    `refuse` raises the error for at least that many tokens; the working thread calls `has_ended`.
     """
 
     max_tokens: int | None = None

@@ -1,7 +1,6 @@
 """Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
 
-Base computes the prompt's KV, in 4 bits, the decoder the rest, from the prompt's last token on. The loss covers the
-answer.
+Base computes the prompt's KV, in 4 bits, the decoder the rest, from its last token on. The loss covers the answer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from agentcache.training.decoder_model import FrozenBase
 _TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
-# Bytes. Each length has buffers of its own.
+# Bytes: buffers of all lengths would fill the device.
 CACHE_LIMIT = 8 << 30
 
 
@@ -44,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class DecoderRecipe:
-    """Hyperparameters of a decoder, which adds scale * x @ a @ b to projections of the last `num_layers`.
+    """Hyperparameters of a decoder, which adds scale * x @ a @ b to projections of the last layers.
 
     `learning_rate`: peak, after a tenth of the steps; a cosine decays it to a twentieth.
     """
@@ -60,9 +59,9 @@ class DecoderRecipe:
 
 
 class DecoderTrainer:
-    """Trains one decoder. Raises UnsupportedAdapter if agentcache cannot serve it.
+    """Trains a decoder. Raises UnsupportedAdapter if it cannot be served.
 
-    `parameters`: float32 a [in, r] and b [r, out], by names such as `3.self_attn.q_proj.lora_a`.
+    `parameters`: float32 a [in, r] and b [r, out], named as `3.self_attn.q_proj.lora_a`.
     """
 
     def __init__(self, base: FrozenBase, recipe: DecoderRecipe, examples: Sequence[Example]) -> None:
@@ -114,7 +113,7 @@ class DecoderTrainer:
     def logits(
         self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
     ) -> mx.array:
-        """Logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
+        """Return logits after `batch.inputs`, float32 [B, A, vocabulary]."""
         return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
 
     def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
@@ -131,7 +130,7 @@ class DecoderTrainer:
         Checkpoint(self._state(), self.step, self._identity()).write(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint, bit for bit. Raises ConfigError if its base, recipe or examples differ."""
+        """Restore a checkpoint. Raises ConfigError if base, recipe or examples differ."""
         checkpoint = read_checkpoint(folder, self._identity())
         self.step = checkpoint.step
         self.parameters = tree_map_with_path(lambda name, _: checkpoint.arrays[f"model.{name}"], self.parameters)

@@ -1,7 +1,4 @@
-"""The two KV caches of decoder training, which round to 4 bits.
-
-Base's pass over the prompt fills a `PromptCache`, which the decoder's pass reads through a `DecoderCache`.
-"""
+"""The KV caches of decoder training, rounded to 4 bits: base fills a `PromptCache`, a `DecoderCache` extends it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from agentcache.kv.packing import Quantisation
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds a layer's KV to the values of the 4-bit cache; gradients ignore that (Bengio et al. 2013).
+    """Rounds a layer's KV as the 4-bit cache does; gradients ignore that (Bengio et al. 2013).
 
     `latent_dim`: leading key values derived from MLA's latent, which `RoundedNorm` has rounded with all values.
     """
@@ -80,7 +77,7 @@ class DecoderCache:
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
+        """Return bool [B, 1, N, P + N]: causal, without padding, within any window."""
         assert self._prompt.keys is not None
         lengths, own = self.offset[:, None], mx.arange(N)[None]
         prompt = mx.broadcast_to(

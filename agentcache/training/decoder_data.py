@@ -1,4 +1,4 @@
-"""Training data of decoders, in batches that depend only on the seed."""
+"""Decoders' training data, in batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAD_TO = 32  # few shapes: buffers are reused
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt (not empty) and of its answer, with end of turn."""
+    """Token ids of a prompt (not empty) and its answer, with end of turn."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -74,7 +74,7 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 
 
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
-    """Yield an example for each assistant message. Raises ConfigError if the chat template refuses the messages."""
+    """Yield an example for each assistant message. Raises ConfigError if the chat template refuses."""
     for conversation in conversations:
         messages, tools = conversation["messages"], conversation["tools"]
         for index, message in enumerate(messages):
@@ -105,7 +105,7 @@ def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: T
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """An independent generator for each path, the same on every machine."""
+    """Return a generator for a path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 

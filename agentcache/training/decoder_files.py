@@ -1,4 +1,4 @@
-"""Files of a decoder: the adapter's folder in mlx-lm's format, and the checkpoint of its training."""
+"""Files of a decoder: an adapter in mlx-lm's format, and training checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _layers_name(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a training. `identity`: JSON data that must be equal for resuming."""
+    """A training's state; resuming needs an equal `identity`, JSON data."""
 
     arrays: Mapping[str, mx.array]
     step: int
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """Raises ConfigError for a different identity."""
+    """Read a checkpoint. Raises ConfigError for another identity."""
     arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
     theirs = json.loads(metadata["identity"])
     ours = json.loads(json.dumps(identity))

@@ -1,4 +1,4 @@
-"""A frozen base model and a LoRA decoder on its cache. The modules are mlx-lm's, which support gradients."""
+"""A frozen base model and a LoRA decoder on its cache, in mlx-lm's modules, which support gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentcache.training.decoder_cache import DecoderCache, PromptCache, Rounded
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A frozen model for training decoders; `current` is the step being computed."""
+    """A frozen model for training decoders; `current`: the step in computation."""
 
     model: Any
     current: CurrentStep
@@ -35,7 +35,7 @@ class FrozenBase:
     fingerprint: str
 
     def prefill(self, prompts: mx.array) -> list[PromptCache]:
-        """The base's KV of prompts [B, P], without gradients."""
+        """Return base's KV of prompts [B, P], without gradients."""
         caches = [PromptCache(rounding) for rounding in self.roundings]
         self.model(prompts, cache=caches)  # lazy: no logits
         return caches
@@ -43,7 +43,7 @@ class FrozenBase:
     def decode(
         self, inputs: mx.array, prompt: Sequence[PromptCache], lengths: mx.array, decoder: AdapterWeights
     ) -> mx.array:
-        """Run a decoder behind prompts. Returns logits, float32 [B, A, vocabulary].
+        """Run a decoder behind prompts; return logits, float32 [B, A, vocabulary].
 
         `inputs`: int32 [B, A], the prompt's last token and the answer. `prompt`: from `prefill`, without that token.
         `lengths`: int32 [B], tokens of `prompt` without padding.
@@ -56,7 +56,7 @@ class FrozenBase:
 
 
 def load_base(path_or_hub_id: str) -> FrozenBase:
-    """Raises UnsupportedModel if it has layers without KV of their own, or cannot be served."""
+    """Load a base. Raises UnsupportedModel if layers lack KV of their own, or it cannot be served."""
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)

@@ -1,1 +1,1 @@
-"""Multi-phase workflows over agents: `parse` reads a script, `run` takes its turns, `transcript` keeps them."""
+"""Workflows over agents: `parse` reads scripts, `run` takes turns, `transcript` keeps them."""

@@ -14,7 +14,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One question to an agent; `messages` is the complete history. Without `seed`, samples are random."""
+    """A question to an agent; `messages` has the whole history. Without `seed`, samples are random."""
 
     agent: str
     messages: Sequence[Message]
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The engine's answer, with `Report` as plain data. `total_ms` includes saving."""
+    """The answer, with `Report` as plain data. `total_ms` includes saving."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -39,14 +39,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Restored:
-    """Cost of restoring an agent before its turn."""
+    """Cost of restoring an agent."""
 
     restored_bytes: int
     restore_ms: float
 
 
 class Chat(Protocol):
-    """An engine, in this process or over HTTP. Threads may ask for different agents at once."""
+    """An engine, local or over HTTP. Threads may ask different agents at once."""
 
     def chat(self, question: Question) -> Reply:
         """Return the answer after the turn is saved."""
@@ -83,7 +83,7 @@ class LLMChat:
 
 
 class HttpChat:
-    """Asks a server. `salt` isolates its requests from other cached prompts."""
+    """Asks a server. `salt` isolates requests from other cached prompts."""
 
     def __init__(self, client: Client, salt: str | None = None) -> None:
         self._client = client

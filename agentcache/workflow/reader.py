@@ -50,7 +50,7 @@ def read_strings(table: Any, where: str) -> dict[str, str]:
 
 
 def read_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return an integer of at least 1, or None without the key."""
+    """Return an integer of at least 1; None without the key."""
     value: int | None = values.get(key)
     if value is not None and value < 1:
         raise ConfigError(f'{where}: key "{key}" is {value}; it must be 1 or more')
@@ -85,7 +85,7 @@ def hint(word: Any, known: Iterable[str]) -> str:
 
 
 def place_of(what: str, number: int, entry: Any, key: str) -> str:
-    """Such as `phase 2 ("night")`."""
+    """Return a place such as `phase 2 ("night")`."""
     label = entry.get(key) if isinstance(entry, dict) else None
     return f'{what} {number} ("{label}")' if isinstance(label, str) else f"{what} {number}"
 

@@ -1,4 +1,4 @@
-"""A workflow in progress: histories of agents, and turns with their tool calls."""
+"""A workflow in progress: agents' histories, and turns with tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord, WorkflowTransc
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run. `session` prefixes the agents' ids; `max_tokens` overrides the script's.
+    """Settings of a run. `session` prefixes agents' ids; `max_tokens` overrides the script's.
 
     With `forget_phases`, only the system prompt outlasts a phase.
     """
@@ -29,7 +29,7 @@ class Settings:
 class WorkflowRun:
     """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
 
-    Other threads may only `speak`. Raises ConfigError if `done` is not the script's beginning, or an id is invalid.
+    Other threads may only `speak`. Raises ConfigError if `done` is not the script's beginning or an id invalid.
     """
 
     def __init__(self, script: Script, chat: Chat, settings: Settings, done: Iterable[TurnRecord] = ()) -> None:
@@ -49,7 +49,7 @@ class WorkflowRun:
         return WorkflowTranscript(*about, names, script.values, tuple(turns))
 
     def pending(self, phases: range | None = None) -> list[Step]:
-        """Steps still to take, optionally of some phases. Raises ConfigError if earlier steps are missing."""
+        """Return steps to take, maybe only of some phases. Raises ConfigError if earlier ones are missing."""
         left = [step for step in self._steps if step.index not in self._conversation.done]
         if phases is None:
             return left
@@ -62,7 +62,7 @@ class WorkflowRun:
         return chosen
 
     def ready(self, steps: Iterable[Step], after: Iterable[Step] = ()) -> list[Step]:
-        """Steps whose predecessors are done or in `after`."""
+        """Return steps whose predecessors are done or in `after`."""
         done = self._conversation.done.union(step.index for step in after)
         return [step for step in steps if self._conversation.needs(step) <= done]
 
@@ -111,7 +111,7 @@ class WorkflowRun:
 
 
 def server_agent_id(session: str, agent: str) -> str:
-    """Join an agent's id on the server. Raises ConfigError if it is invalid."""
+    """Return an agent's id on the server. Raises ConfigError if invalid."""
     joined = f"{session}.{agent}"
     if not is_name(joined):
         raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')
@@ -142,7 +142,7 @@ class OpenTurn:
 
 @dataclass(frozen=True)
 class SpokenTurn:
-    """A turn's answers: one for each round of calls, then the final one."""
+    """A turn's answers: one for each round of calls, and the final one."""
 
     replies: tuple[Reply, ...]
     rounds: tuple[ToolRound, ...]
@@ -168,7 +168,7 @@ def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
 
 
 def exchange_of(opening: Message, rounds: Sequence[ToolRound], text: str) -> Exchange:
-    """A turn's messages, unmodified: later prompts extend the cached one."""
+    """Return a turn's messages unmodified: later prompts extend the cached one."""
     between = [each for tool_round in rounds for each in _messages_of(tool_round)]
     return Exchange((opening, *between, message("assistant", text)), text)
 
@@ -216,7 +216,7 @@ def _calls_in(rounds: Sequence[ToolRound]) -> list[ToolCall | None]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that a turn adds to the speaker's history, and the answer that others hear."""
+    """Messages that a turn adds to its speaker's history, and the answer that other agents hear."""
 
     messages: tuple[Message, ...]
     text: str
@@ -225,7 +225,7 @@ class Exchange:
 class Conversation:
     """The histories of all agents. Each only grows at its end.
 
-    A turn's user message begins with what it sees since the speaker's last turn, in script order: independent turns may
+    A turn's user message begins with what it sees since its speaker's last turn, in script order: independent turns may
     run in any order.
     """
 
@@ -239,7 +239,7 @@ class Conversation:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Steps that must end first: heard ones, the speaker's own, and earlier phases."""
+        """Return steps that must end first: heard ones, the speaker's own, earlier phases."""
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
 

@@ -1,4 +1,4 @@
-"""Runs independent turns in parallel, and restores the next speakers from disk."""
+"""Runs independent turns in parallel, and restores next speakers from disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFETCHES = 2  # parallel; they share a disk
 
 @dataclass(frozen=True)
 class Schedule:
-    """At most `parallel` turns at a time. `prefetch`: restore the next speakers meanwhile."""
+    """At most `parallel` turns at a time. `prefetch`: restore the next speakers during turns."""
 
     parallel: int = PARALLEL
     prefetch: bool = True
@@ -28,7 +28,7 @@ ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # comparable costs
 
 
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
-    """Take pending steps, in parallel where possible; yield their records in script order.
+    """Take pending steps, in parallel where possible; yield records in script order.
 
     If one fails, parallel turns are awaited and discarded; a retry finds their prompts cached.
     """

@@ -14,7 +14,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Agent:
-    """One speaker. `name` stands in front of its statements."""
+    """One speaker; `name` precedes its statements."""
 
     id: str
     name: str
@@ -25,9 +25,9 @@ class Agent:
 
 @dataclass(frozen=True)
 class Turn:
-    """One agent's turn. It hears what `sees` said since the speaker's last turn.
+    """One agent's turn, which hears what `sees` said since the speaker's last turn.
 
-    `expect` and `expect_calls`: a point for each; a word of `reject` costs all points of `expect`.
+    `expect`, `expect_calls`: a point for each; a word of `reject` costs all points of `expect`.
     """
 
     speaker: str
@@ -68,7 +68,7 @@ class Script:
         raise KeyError(agent_id)
 
     def tools_of(self, agent_id: str) -> tuple[LookupTable, ...]:
-        """The tools of all the agent's turns, so that the prompt's beginning never changes."""
+        """Return the tools of all the agent's turns: the prompt's beginning never changes."""
         turns = [turn for phase in self.phases for turn in phase.turns if turn.speaker == agent_id]
         return tuple(tool for tool in self.tools if any(tool.name in turn.tools for turn in turns))
 

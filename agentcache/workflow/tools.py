@@ -1,4 +1,4 @@
-"""Lookup tables, the tools of workflow scripts. Calls have the format of Qwen and Hermes."""
+"""Lookup tables, the tools of workflows, called in the format of Qwen and Hermes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class LookupTable:
-    """A tool with one argument, named `key`, that returns the key's entry."""
+    """A tool with one argument, named `key`, that returns its entry."""
 
     name: str
     description: str

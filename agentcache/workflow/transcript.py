@@ -31,10 +31,10 @@ class ToolRound:
 class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
-    Of several answers (tool calls), match, cache state, prompt and cached tokens, time to first token and restore are
-    the first's; other costs are sums. `total_ms` includes saving, but not `prefetch_ms`.
+    With tool calls, match, cache state, prompt and cached tokens, time to first token and restore are the first
+    answer's; other costs are sums. `total_ms` includes saving, not `prefetch_ms`.
 
-    `speaker` and `agent`: ids in the script and on the server. `match`: relation of the prompt to the cached tokens.
+    `speaker`, `agent`: ids in the script and on the server. `match`: relation of the prompt to cached tokens.
     """
 
     phase: int
@@ -102,7 +102,7 @@ def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
-    """Raises ConfigError with the path."""
+    """Read `transcript.json`. Raises ConfigError with the path."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ConfigError) as error:
@@ -118,7 +118,7 @@ class Check:
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """A pattern of whole words, ignoring case and the kind of white space."""
+    """Return a pattern of whole words that ignores case and kinds of white space."""
     inside = r"\s+".join(re.escape(word) for word in words.split())
     return re.compile(rf"(?<!\w){inside}(?!\w)", re.IGNORECASE)
 
@@ -142,7 +142,7 @@ class Recall:
 
     @property
     def share(self) -> float:
-        """1 if nothing was expected."""
+        """Share of points found; 1 if none was expected."""
         return self.found / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -151,8 +151,6 @@ class Recall:
 
 @dataclass(frozen=True)
 class Miss:
-    """A point that was not found."""
-
     phase: int
     turn: int
     speaker: str
@@ -162,8 +160,6 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """A run's recall."""
-
     recall: Recall
     by_phase: dict[int, Recall]
     by_agent: dict[str, Recall]
@@ -196,7 +192,7 @@ def _misses(record: TurnRecord) -> list[Miss]:
 
 
 def as_json(transcript: WorkflowTranscript) -> dict[str, Any]:
-    """Plain data with the recall score."""
+    """Return plain data with the recall score."""
     head = asdict(transcript)
     turns = head.pop("turns")
     return {"format": FORMAT, **head, "recall": score_json(score(transcript)), "turns": turns}

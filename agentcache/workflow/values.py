@@ -1,6 +1,6 @@
 """A script's facts: drawn from lists by a seed, derived by rules, filled into texts as `{name}`.
 
-    [draw.places]                             # a different word of the list for each name
+    [draw.places]                             # another word of the list for each name
     from = ["harbour", "mill", "tower"]
     as = ["hiding_place", "alibi_place"]
 
@@ -8,7 +8,7 @@
     if = { hiding_place = "mill" }
     then = { finder = "the miller at the {hiding_place}" }
 
-The blake2b digest of seed, table and word orders the words: the same on every Python version.
+The blake2b digest of seed, table and word orders words: the same on all Python versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 class Filler:
-    """Fills values into a script's texts, and records which are `used`. `known`: names with a value for some seed."""
+    """Fills values into texts, and records which are `used`. `known`: names with a value for some seed."""
 
     def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:
         self.seed = seed

@@ -1,1 +1,1 @@
-"""Grammars that restrict answers to a demanded form, with llguidance."""
+"""Grammars for answers of a demanded form, with llguidance."""

@@ -1,7 +1,4 @@
-"""A tool's arguments one by one, for formats with one tag or field per argument.
-
-Schemas that need more are one JSON object, which the parsers of all dialects accept.
-"""
+"""Tools' arguments for formats with one tag or field each; other schemas become one JSON object."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """A value that is not a string: a Lark rule's right side; `parts` if no other constraints apply."""
+    """A value that is no string, as a Lark rule's right side; `parts` if nothing else constrains it."""
 
     rule: str
     types: frozenset[str]
@@ -76,7 +73,7 @@ class TaggedArgument:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """A tool's arguments in order; `any_other` if it declares none and takes any."""
+    """A tool's arguments in order; `any_other` if undeclared ones are free."""
 
     known: tuple[TaggedArgument, ...]
     any_other: bool = False
@@ -84,7 +81,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of bounded length. The name of `item` is unused."""
+    """A list of bounded length; the name of `item` is unused."""
 
     item: TaggedArgument
     least: int
@@ -255,7 +252,7 @@ class FieldWriter:
         return f"({' | '.join(ways)}){'?' if may_be_empty else ''}"
 
     def _any_fields(self) -> str | None:
-        # A grammar for Python syntax could not forbid repeated names.
+        # For Python syntax, a grammar could not forbid repeated names.
         if not self._syntax.quote:
             return None
         text = self._quoted(AnyText())
@@ -299,7 +296,7 @@ class FieldWriter:
             return '"[" "]"'
         item = self._rules.rule(item)
         items = item
-        if parts.most != 1:  # a range of a Lark grammar cannot end at 0
+        if parts.most != 1:  # Lark ranges cannot end at 0
             further = f"{max(0, parts.least - 1)},{'' if parts.most is None else parts.most - 1}"
             items = f'{item} ("," {item}){{{further}}}'
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'

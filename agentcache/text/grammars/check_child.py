@@ -1,7 +1,6 @@
 """Checks untrusted grammars in a confined process.
 
-A request is a marshalled list of grammars; a reply has a kind of `Reply` and, if refused, the marshalled index and
-reason.
+A request is a marshalled list of grammars; a reply is a `Reply` and, if refused, marshalled (index, reason).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from agentcache.system.confined_child import serve
 _STEPS = 1000  # bytes of random text
 _MOST_SECONDS = 0.2  # CPU time of one mask
 _ENOUGH_SECONDS = 0.3  # of one grammar
-_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request
+_ENOUGH_FOR_ALL = 0.6  # of a request
 _BYTES = 256
-MAX_CHARACTERS = 1 << 20  # of all parts together
+MAX_CHARACTERS = 1 << 20  # of all parts
 
 
 class Reply:
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
-    # Random text for up to `enough` CPU seconds.
+    # Tries random text for up to `enough` CPU seconds.
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):

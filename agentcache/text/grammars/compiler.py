@@ -25,7 +25,7 @@ from agentcache.text.grammars.check_child import MAX_CHARACTERS, Reply, parser_l
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-GRACE = 0.05  # seconds that an answer's masks may delay other requests
+GRACE = 0.05  # seconds that an answer's masks may delay requests
 QUICK = 0.0002  # CPU seconds, about the cost of using another thread
 _MOST_THREADS = 8
 _KEPT = 32  # agents repeat theirs every turn
@@ -36,7 +36,7 @@ log = logging.getLogger("agentcache.models")
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary for llguidance; `control_ids` are allowed only by explicit reference."""
+    """A tokenizer's vocabulary for llguidance; grammars must name `control_ids` to allow them."""
 
     bos_token_id = None
 
@@ -84,7 +84,7 @@ class GrammarCompiler:
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
-        """Raises InvalidRequest for an invalid, unsupported or too expensive part, or after a `refusal`."""
+        """Return the compiled grammar. Raises InvalidRequest for a bad or expensive part, or after a `refusal`."""
         with self._lock:
             known = self._kept.get(reply.text)
             if known is not None:
@@ -108,7 +108,7 @@ class GrammarCompiler:
         return grammar
 
     def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
-        # A part that passes the check is safe to compile here.
+        # Parts that pass are safe to compile here.
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
@@ -162,8 +162,8 @@ class Grammar:
 class GrammarMatcher:
     """Matches the tokens of one answer.
 
-    A known token starts the next mask: inline if the last one took less than `QUICK`, else on another thread. Slower
-    inline masks use up `GRACE`; after that, all masks go to threads.
+    `take` starts the next mask: inline if the last took under `QUICK`, else on a thread. Slow inline masks use up
+    `GRACE`; then all go to threads.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -220,7 +220,7 @@ class GrammarMatcher:
         return self.is_ready
 
     def mask(self) -> NDArray[np.uint32]:
-        """Return the allowed tokens, uint32: bit i of word w is token 32 w + i. After a failure, the end tokens."""
+        """Return the allowed tokens (after a failure, end tokens), uint32: bit i of word w is token 32 w + i."""
         if (error := self._mask.exception()) is not None:
             self._fail(error)
             return self._ends

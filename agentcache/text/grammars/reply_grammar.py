@@ -1,4 +1,4 @@
-"""Builds the grammar of a whole reply from an answer form."""
+"""Builds a reply's grammar from an answer form."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True)
 class Part:
-    """A rule's right side, or a whole grammar, from the request. Errors name `param`."""
+    """A request's rule or whole grammar. Errors name `param`."""
 
     source: str
     param: str
@@ -62,9 +62,9 @@ class ReplyGrammar:
 
 
 def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) -> ReplyGrammar:
-    """Build the grammar of a whole reply. Raises InvalidRequest for an invalid schema or tool name.
+    """Build a reply's grammar. Raises InvalidRequest for an invalid schema or tool name.
 
-    `prompt_end`: end of the marked prompt, which may open reasoning or calls; None for raw text.
+    `prompt_end`: the marked prompt's end, which may open reasoning or calls; None for raw text.
     """
     return _Writer(reply).write(form, prompt_end)
 

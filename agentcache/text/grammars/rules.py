@@ -8,7 +8,7 @@ from typing import Any
 from agentcache.text.json_values import json_string, parse_json, write_json
 from agentcache.text.marks import any_of
 
-# Supported by llguidance. JSON Schema allows ignoring other formats.
+# llguidance's; JSON Schema allows ignoring the rest.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name to schema
 _PLAIN = ("const", "enum", "default", "example", "examples")
@@ -17,7 +17,7 @@ _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 class Rules:
-    """Rules of one grammar; `ids` has the markers' token ids by name."""
+    """Rules of one grammar. `ids`: markers' token ids by name."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids

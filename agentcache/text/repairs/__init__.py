@@ -1,1 +1,1 @@
-"""Conversations as a chat template takes them."""
+"""Repairs of conversations for chat templates."""

@@ -190,7 +190,7 @@ def pair_calls(work: Work) -> None:
 
 
 def string_arguments(work: Work) -> None:
-    """Must follow the steps that expect an object."""
+    """Must follow steps that expect an object."""
     work.messages = [_with_strings(message) if message.get("tool_calls") else message for message in work.messages]
 
 
@@ -204,7 +204,7 @@ def _with_strings(message: Message) -> Message:
 
 
 def empty_content(work: Work) -> None:
-    """Must follow the steps that expect a string."""
+    """Must follow steps that expect a string."""
     work.messages = [_without_content(message, work.repairs.empty_content) for message in work.messages]
 
 
@@ -218,7 +218,7 @@ def _without_content(message: Message, empty: EmptyContent) -> Message:
 def words_at_calls(work: Work) -> None:
     """Move text beside calls to `work.words`; a random mark in the call's name keeps its place.
 
-    Must follow the steps that join texts or read names.
+    Must follow steps that join texts or read names.
     """
     secret = secrets.token_hex(8)  # clients cannot write a mark
     for index, message in enumerate(work.messages):
@@ -239,7 +239,7 @@ def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
 
 
 def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
-    """Replace marks in rendered text by their words, before the calls' marker `opening`."""
+    """Replace marks in rendered text by their words, before `opening`, the calls' marker."""
     parts, done, missing = list[str](), 0, dict(words)
     for found in any_of(words).finditer(text):  # templates may repeat a name at the result
         place = text.rfind(opening, done, found.start()) if opening else -1
@@ -274,7 +274,7 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
     """Expand references and give each value one type; return `schema` if that is too large.
 
-    Recursive references become plain objects, constants enumerations; null is dropped.
+    Recursive references become objects, constants enumerations; null goes.
     """
     try:
         return _Writer(schema, describes_enums).plain(schema, frozenset())

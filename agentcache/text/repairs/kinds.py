@@ -30,14 +30,12 @@ class EmptyContent(Enum):
 
 
 class CallIds(Enum):
-    """Form of call ids."""
-
     AS_SENT = "as sent"
     NAMED = "functions.NAME:INDEX"  # Kimi K2 shows the id, not the name
 
 
 class ThoughtField(Enum):
-    """Fields under which a template reads the thought."""
+    """Fields under which a template reads thoughts."""
 
     USUAL = (THOUGHT,)  # also "thinking" (see `ChatTemplate`)
     REASONING = ("reasoning",)
@@ -98,7 +96,7 @@ class Repairs:
         return replace(self, **switched)
 
 
-# Last resort: alternating user and assistant text.
+# Last resort: user and assistant text in turns.
 PLAINEST = Repairs(
     rename_developer=True,
     no_system_role=True,
@@ -114,7 +112,7 @@ PLAINEST = Repairs(
     offer_variables=True,
 )
 
-# Without a usable template: each message is a line with its role.
+# Without a usable template, messages are lines with their role.
 NO_TEMPLATE = Repairs(tools_as_text=True, calls_as_text=True)
 
 
@@ -179,7 +177,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """Return a format's notation, its control tokens sealed; `<tool_call>` with JSON if it has none."""
+    """Return a format's notation, with sealed control tokens; default: `<tool_call>` and JSON."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)

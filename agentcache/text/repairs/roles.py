@@ -32,7 +32,7 @@ def join_systems(work: Work) -> None:
 
 
 def move_later_systems(work: Work) -> None:
-    """A message between a call and its results moves behind the results."""
+    """Messages between a call and its results move behind these."""
     leading = num_leading(work.messages)
     later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
     if not later:
@@ -143,7 +143,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def named_thoughts(work: Work) -> None:
-    """Must follow the steps that expect content as a string, and thoughts under their usual name."""
+    """Must follow steps that expect string content, and thoughts under their usual name."""
     field = work.repairs.thoughts
     work.messages = [_named(message, field) if THOUGHT in message else message for message in work.messages]
 

@@ -76,7 +76,6 @@ def repaired(
 
 
 def rendered(work: Work, render: Render) -> str:
-    """Render a repaired conversation."""
     text = render(work.messages, work.tools, work.variables)
     return calls.with_words(text, work.words, work.notation.opening) if work.words else text
 
@@ -109,7 +108,7 @@ class _Probe:
         tools: Tools = None,
         in_order: Sequence[str] = (),
     ) -> None:
-        # The first of `ways` that helps.
+        # Takes the first of `ways` that helps.
         if self.shows(messages, tools, in_order):
             return
         for way in (ways,) if isinstance(ways, str) else ways:
@@ -123,9 +122,9 @@ class _Probe:
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
-    """Return the repairs, as far as time and memory suffice; `NO_TEMPLATE` if the template refuses every chat.
+    """Return repairs, as far as limits allow; `NO_TEMPLATE` if the template refuses every chat.
 
-    Raises UnsupportedModel for a syntax error in the template.
+    Raises UnsupportedModel for the template's syntax error.
     """
     probe = _Probe(render, notation)
     try:
@@ -175,7 +174,7 @@ def _find_calls(probe: _Probe) -> None:
     worded = [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")]
     ways = ("calls_without_words", "words_at_calls", "worded_calls_as_text")
     probe.need(ways, [*worded, _ANSWER, _AGAIN], _TOOLS)
-    # Gemma 4's templates write such text behind the result or the call and end the turn there.
+    # Gemma 4's templates write such text behind the result or call and end the turn there.
     probe.need("words_at_calls", worded, _TOOLS, in_order=("Zqwords", "Zqgarden", "Zqsleeps"))
     two = [_USER, _calling(_call("Zqgarden"), _call("Zqcellar", 1)), _result("Zqsleeps"), _result("Zqopened", 1)]
     probe.need("one_call_a_message", two, _TOOLS)
@@ -196,7 +195,7 @@ def _find_thoughts(probe: _Probe) -> None:
 
 
 def _try_further(probe: _Probe) -> None:
-    # A repair must fix the conversation and break none that was shown.
+    # Must fix the conversation and break none that was shown.
     shown = [each for each in _WHOLE if probe.shows(*each)]
     for each in _WHOLE:
         if each in shown:
@@ -286,7 +285,7 @@ _SWITCHES = (
 _CALL = _calling(_call("Zqgarden"))
 _CALLS = _calling(_call("Zqgarden"), _call("Zqcellar", 1), content="Zqwords")
 _RESULTS = [_result("Zqsleeps"), _result("Zqopened", 1)]
-# Some templates show a thought only beside a call, or only in an answer.
+# Some templates show thoughts only beside calls, or only in answers.
 _THOUGHTFUL: list[tuple[list[Message], Tools]] = [
     ([_USER, {**_CALL, THOUGHT: "Zqthought"}, _result("Zqsleeps")], _TOOLS),
     ([_USER, {**_ANSWER, THOUGHT: "Zqthought"}], None),

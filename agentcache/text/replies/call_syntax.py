@@ -16,9 +16,9 @@ _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
 @dataclass(frozen=True)
 class ArgumentSyntax:
-    """Syntax of a tagged argument. Line breaks are allowed between the parts.
+    """Syntax of a tagged argument, with line breaks allowed between the parts.
 
-    The first `close` ends the value; without `on_lines`, white space around it is no part of it.
+    The first `close` ends the value; without `on_lines`, white space around it does not count.
     """
 
     name_open: str
@@ -40,7 +40,7 @@ class ArgumentSyntax:
 class FieldSyntax:
     """Syntax of arguments as `name value` fields.
 
-    Strings are unescaped between `quote`; without it, values are JSON and names Python identifiers.
+    Strings in `quote` are not escaped; without `quote`, values are JSON and names Python identifiers.
     """
 
     assign: str
@@ -60,7 +60,7 @@ def _is_python(name: str) -> bool:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Syntax of calls: `open` (with the placeholder `NAME`) and `close` around arguments, the rest around calls.
+    """Syntax of calls: `open` (with `NAME`) and `close` around arguments, `begin`, `between` and `end` around calls.
 
     `as_json`: syntax of a call with JSON arguments; None if only the arguments differ.
     """
@@ -102,16 +102,16 @@ class CallSyntax:
 
 
 def as_object(before: str, after: str, between: str = "\n", arguments: str = "arguments") -> CallSyntax:
-    """Calls as JSON objects between two texts."""
+    """Calls as JSON objects."""
     return CallSyntax(f'{before}{{"name": "{NAME}", "{arguments}": ', "}" + after, between)
 
 
 def as_fields(begin: str, call: str, opening: str, closing: str, end: str, fields: FieldSyntax) -> CallSyntax:
-    """Calls as a name and fields, or as JSON objects if fields cannot express the arguments."""
+    """Calls as name and fields, or as JSON objects if fields cannot express the arguments."""
     as_json = as_object(begin, end, "")
     return CallSyntax(f"{begin}{call}{NAME}{opening}", f"{closing}{end}", "", fields=fields, as_json=as_json)
 
 
 def listed(before: str, after: str, name_key: str = "name", arguments: str = "arguments") -> CallSyntax:
-    """Calls as one JSON list of objects between two texts."""
+    """Calls as one JSON list of objects."""
     return CallSyntax(f'{{"{name_key}": "{NAME}", "{arguments}": ', "}", ", ", before, after)

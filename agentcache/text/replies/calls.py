@@ -13,7 +13,7 @@ from agentcache.text.json_values import JsonText
 from agentcache.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SPACE = " \t\n\r"
-LONGEST_HEADER = 512  # characters up to the end of a call's name
+LONGEST_HEADER = 512  # characters, with a call's name
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
@@ -53,7 +53,7 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """What a call parser leaves: text that is no call, unread text, whether a supposed call is none."""
+    """What a call parser leaves: text that is no call, unread text, whether its call was none."""
 
     shown: str = ""
     rest: str = ""
@@ -61,10 +61,10 @@ class Left:
 
 
 class CallReader(Protocol):
-    """Parser for the text after a marker that opens calls."""
+    """Parser for text after a marker that opens calls."""
 
     def feed(self, text: str, final: bool) -> Left | None:
-        """Parse more text; None while calls continue. `final` ends the reply and open calls."""
+        """Parse more text; None while calls continue. `final` ends reply and calls."""
 
 
 class Tools:
@@ -103,7 +103,7 @@ _TYPE_OF: dict[type, str] = {
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a JSON schema allows, empty if unknown; `root` has its definitions."""
+    """Return a JSON schema's types, empty if unknown; `root` has the definitions."""
     return frozenset(_types(schema, root, set()))
 
 

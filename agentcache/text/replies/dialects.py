@@ -45,10 +45,10 @@ class Dialect:
     Args:
         noise: dropped markers.
         ends: markers after which a reply with calls may end.
-        bare: whether a reply that begins with a JSON object may be a call.
+        bare: whether a JSON object at a reply's start may be a call.
         hints: texts that identify the dialect; the opening markers if empty.
-        writes: syntax of demanded calls.
-        writes_with: a token, and the syntax for models that have it.
+        writes: syntax of demanded calls; the parsers must read it.
+        writes_with: a token, and the syntax for models with it.
     """
 
     opens: Mapping[str, Open]
@@ -106,7 +106,7 @@ def _lines(parts: DialectParts) -> CallReader:
 
 
 def bare_object(parts: DialectParts) -> CallReader:
-    """Parser of a reply that is only JSON: a call if it names a tool of the request."""
+    """Parser of a JSON reply: a call if it names a tool of the request."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
@@ -450,7 +450,7 @@ def calling_format(form: ReplyFormat) -> ReplyFormat:
 
 
 def call_syntax(form: ReplyFormat) -> CallSyntax:
-    """Return a model's call syntax; not for Harmony, whose calls are messages."""
+    """Return a model's call syntax; not Harmony's, whose calls are messages."""
     dialect = DIALECTS[form.dialect or _TOLD]
     if dialect.writes_with is not None and any(token.name == dialect.writes_with[0] for token in form.tokens):
         return dialect.writes_with[1]
@@ -461,7 +461,7 @@ def call_ends(form: ReplyFormat) -> tuple[str, ...]:
     return DIALECTS[form.dialect].ends if form.dialect in DIALECTS else ()
 
 
-# The prompt may end with the first of a pair.
+# A prompt may end with the first of a pair.
 THOUGHTS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),

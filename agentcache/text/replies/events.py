@@ -1,4 +1,4 @@
-"""Events of a reply, which each HTTP dialect translates, and zones of its text."""
+"""Events of a reply, which HTTP dialects translate, and zones of its text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """A piece of reasoning."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of answer text."""
-
     text: str
 
 
@@ -30,7 +26,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of a call's arguments; together, the JSON text of one object."""
+    """A piece of a call's arguments, one JSON object."""
 
     index: int
     json: str
@@ -38,7 +34,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """End of a tool call, also of one that is cut off."""
+    """End of a tool call, also if cut off."""
 
     index: int
 
@@ -58,7 +54,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call; `arguments` is the JSON text of an object."""
+    """A tool call; `arguments` is a JSON object's text."""
 
     name: str
     arguments: str

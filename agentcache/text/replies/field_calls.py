@@ -33,7 +33,7 @@ _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
 
 @dataclass(frozen=True)
 class FieldNotation:
-    """Punctuation of one call format. `around`: characters allowed around calls. `opening`: text before a name.
+    """Punctuation of a call format. `around`: characters allowed around calls. `opening`: text before a name.
 
     Longer `quotes` are first; backslash escapes count only inside `'` and `"`.
     """
@@ -61,7 +61,7 @@ class FieldText:
         self.json.feed("{", 0)
 
     def feed(self, text: str) -> str:
-        """Parse up to the end of the arguments or an error. Return the unread text, to be fed again with more."""
+        """Parse up to the arguments' end or an error. Return unread text, to be fed again."""
         while text and not (self.json.is_done or self.json.is_broken):
             read = self._in_string(text) if self._quote else self._outside(text)
             if not read:
@@ -69,7 +69,7 @@ class FieldText:
             text = text[read:]
         return text
 
-    # Each step returns the length that it read; 0 if it needs more text.
+    # Each step returns the length read; 0 if it needs more text.
 
     def _outside(self, text: str) -> int:
         if text[0] in SPACE:
@@ -234,7 +234,7 @@ def _unescaped(code: str) -> str:
         return _ESCAPED[code]
     kind = code[0]
     if kind == "u" and len(code) > 1:
-        return "\\" + code  # maybe a surrogate, for `JsonText`
+        return "\\" + code  # may be a surrogate
     if kind in "01234567" or (kind in "xU" and len(code) > 1):
         number = int(code, 8) if kind.isdigit() else int(code[1:], 16)
         is_character = number <= 0x10FFFF and not 0xD800 <= number < 0xE000

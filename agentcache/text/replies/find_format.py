@@ -1,4 +1,4 @@
-"""Detects a model's reply format from its tokens, its template and a rendered reply."""
+"""Detects a model's reply format from tokens, template and a rendered reply."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_format(
     mlx_lm_parser: str | None,
     written: Sequence[WrittenReply] = (),
 ) -> ReplyFormat:
-    """Find the format from the text of all templates, added tokens as (id, is special), and rendered calls."""
+    """Find the format from all templates' text, added tokens as (id, is special), and rendered calls."""
     all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])
     if all(marker in tokens for marker in ("<|start|>", "<|channel|>", "<|message|>")):
         dialect: str | None = HARMONY
@@ -77,7 +77,7 @@ def _is_tag(pair: tuple[str, str]) -> bool:
 
 
 def _only_closes(pair: tuple[str, str], text: str) -> bool:
-    # The template has only the closing marker: replies begin with reasoning.
+    # Only the closing marker: replies begin with reasoning.
     start, end = pair
     if end not in text or start in text or not _is_tag(pair):
         return False
@@ -131,7 +131,6 @@ USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
 
 
 def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
-    """An assistant message with sample calls."""
     calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
@@ -140,7 +139,6 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 
 
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the arguments as JSON text."""
     calls = [
         call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]
@@ -150,7 +148,7 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """A template's rendering of `call_message(num_calls)` after `prompt`, with the end of turn."""
+    """A template's rendering of `call_message(num_calls)` after `prompt`, with end of turn."""
 
     prompt: str
     text: str
@@ -173,7 +171,7 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
     """Return the dialect that parses all calls of a rendered reply, or None.
 
-    Of several: least text left, then signs in the text, `preferred`, the first.
+    Of several: least text left, then signs in it, `preferred`, the first.
     """
     left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
 
@@ -210,7 +208,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @lru_cache(maxsize=64)
 def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
-    """Return the first sample whose calls the template shows, else all that it accepts; none on a limit."""
+    """Return the first sample whose calls the template shows, else all accepted ones; none on a limit."""
     if "tool_calls" not in template:
         return ()
     work = ConfinedWork("agentcache.text.template_child")

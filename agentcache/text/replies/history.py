@@ -32,7 +32,7 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """A reply's content: line ends as `\\n`, calls as (name, canonical JSON); `streamed` if a stream differs."""
+    """A reply's content: line ends `\\n`, calls (name, canonical JSON); `streamed` if a stream differs."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
@@ -52,7 +52,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply, *, also_thinks: bool = False) -> bool:
-        """Whether text and calls are as clients repeat those of `generated`; reasoning, too, if `also_thinks`."""
+        """Whether this repeats `generated` as clients do; without the reasoning, too, unless `also_thinks`."""
         return any(
             (self.text, self.calls) in each.repeated
             and (self.thought in _joined(each.thoughts) if self.thought else not (also_thinks and each.thought))
@@ -61,7 +61,7 @@ class ReadReply:
 
     @cached_property
     def repeated(self) -> set[Said]:
-        """As clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
+        """Text and calls as clients repeat them: blocks joined in any way, numbers maybe as doubles."""
         doubles = tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
         return {(text, calls) for text in _joined(self.texts) for calls in (self.calls, doubles)}
 
@@ -86,7 +86,7 @@ class Words(Protocol):
 
 
 class ReplyReading:
-    """Finds and parses the replies in a conversation's marked text."""
+    """Finds and parses replies in a conversation's marked text."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._tokenizer = tokenizer
@@ -127,7 +127,7 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of reasoning that the prompt opens, and may close, before `begin`; else `begin`."""
+        """Return where the prompt opens reasoning, perhaps closed, before `begin`; else `begin`."""
         opened = _opened_at(self._form, text, begin)
         return opened if opened < begin else self._closed_thought_at(text, begin)
 
@@ -153,8 +153,8 @@ class ReplyReading:
     def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
         """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
-        Return whether the reasoning is equal, too, and the reply's end or None. It includes an end marker only if
-        `generated` does.
+        Return whether the reasoning is equal, too, and the reply's end (with the marker if `generated` ends with it) or
+        None.
         """
         without_thought: int | None = None
         has_end = False
@@ -209,7 +209,7 @@ def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | Non
 
 @dataclass(frozen=True)
 class Retold:
-    """A prompt spelled as its transcript; `is_same` if it only omits reasoning and adds to the end."""
+    """A prompt spelled as its transcript; `is_same` if it only omits reasoning and continues it."""
 
     text: str
     is_same: bool
@@ -218,7 +218,7 @@ class Retold:
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """Return `text` with its replies spelled as generated, up to the first that differs in content.
 
-    The cache holds that spelling. From the first omitted reasoning on, `text` stays unchanged.
+    The cache has that spelling. From the first omitted reasoning on, `text` stays.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []
@@ -249,7 +249,7 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
 def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[list[dict[str, Any]]]:
-    """Return `messages` with the reasoning that the client omitted; two variants if equal replies are ambiguous."""
+    """Return `messages` with reasoning that the client omitted; two variants if equal replies are ambiguous."""
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
     last = _thoughts_of(messages[::-1], known[::-1])

@@ -1,4 +1,4 @@
-"""Streaming parsers for calls with JSON arguments: as objects, or behind a header."""
+"""Streaming parsers for calls as JSON objects, or with JSON behind a header."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """Parses one call: a header with the name, the arguments object, a closing marker."""
+    """Parses one call: header with name, arguments object, closing marker."""
 
     _at: _InCall
 
@@ -104,7 +104,7 @@ class _InObject(Enum):
 
 
 class ObjectCalls(Steps):
-    """Parses a sequence or list of call objects up to a closing marker.
+    """Parses call objects, maybe in a list, up to a closing marker.
 
     `must_be_known`: accept only the request's tools. `is_keyed`: a call is `{name: arguments}`.
     """
@@ -313,7 +313,7 @@ def function_name(header: str) -> str | None:
 
 
 class HeaderEnd:
-    """Drops a header up to its end `message`, but for `to=self`, which opens reasoning."""
+    """Drops a header up to `message`, but for `to=self`, which opens reasoning."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -322,7 +322,7 @@ class HeaderEnd:
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
         header, found, rest = self._text.partition(self._message)
-        # A call that a grammar demands has no header.
+        # Calls demanded by grammars have no header.
         if len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
             return Left(rest=self._text)
         if found:
@@ -331,7 +331,7 @@ class HeaderEnd:
 
 
 class LineCalls:
-    """Parses a line with a tool name and JSON after it, or with `all` and text after it."""
+    """Parses a line with a tool's name, then JSON; or with `all`, then text."""
 
     def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:
         self._sink = sink

@@ -41,7 +41,7 @@ class _At(Enum):
 
 
 class NestedCalls(Steps):
-    """Parses nested calls up to the marker `close`. The token `sign` precedes each tag."""
+    """Parses nested calls up to `close`. The token `sign` precedes each tag."""
 
     _at: _At
 

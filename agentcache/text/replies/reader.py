@@ -1,4 +1,4 @@
-"""Streaming parser that separates reasoning, text and tool calls of replies."""
+"""Streaming parser for reasoning, text and calls of replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReplyReader(Protocol):
     """Parser for one reply.
 
     `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning;
-    None outside it, or if the end may have begun.
+    None outside it, or if its end may have begun.
     """
 
     is_doubtful: bool
@@ -37,10 +37,10 @@ class ReplyReader(Protocol):
     def thought_ends(self) -> Sequence[str] | None: ...
 
     def begin(self, prompt_end: str) -> None:
-        """Take the end of the marked prompt, which may open reasoning or calls."""
+        """Take the marked prompt's end, which may open reasoning or calls."""
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
-        """Parse more text; `placed`: offset and name of each marker token in it."""
+        """Parse more text; `placed`: its marker tokens' offsets and names."""
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         """End the reply; `cut_off` if the model did not end it."""
@@ -50,7 +50,7 @@ class ReplyReader(Protocol):
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """Create a parser; without `tools`, calls stay text. `whole`: events are used only at the reply's end."""
+    """Create a parser; without `tools`, calls stay text. `whole`: events are used only at the end."""
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
     dialect = DIALECTS.get(form.dialect or "") if tools is not None else None
@@ -61,13 +61,12 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
 
 
 def read_as(reading: Reading, *, whole: bool = False) -> ReplyReader:
-    """Create the parser of a request's reply."""
     tools = None if reading.tools is None else Tools(reading.tools)
     return open_reader(reading.form, tools, thoughts=reading.thoughts, whole=whole)
 
 
 class PlainReader:
-    """Parser for replies that are only text."""
+    """Parser for text-only replies."""
 
     num_calls = 0
     is_doubtful = False
@@ -93,11 +92,11 @@ class _State(Enum):
 
 
 class MarkedReader:
-    """Parser for replies with markers around reasoning and calls. Drops white space next to them.
+    """Parser for replies with markers around reasoning and calls; drops white space next to these.
 
-    Some models close their reasoning twice: all text before the last closing marker is reasoning, unless a call comes
-    first. A stream holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT` after empty reasoning), and
-    ignores later ones.
+    Some models close reasoning twice: all before the last closing marker is reasoning, unless a call comes first. A
+    stream holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT` after empty reasoning), and ignores
+    later ones.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class MarkedReader:
         self._num_before = 0
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
-        self._doubted = inf if self._is_whole else 0.0
+        self._doubted = inf if self._is_whole else 0.0  # characters still to hold
         self._held: list[tuple[str, bool]] = []  # possible reasoning; True: never shown
         self._has_closed = self._has_thought = self.is_doubtful = False
 

@@ -1,4 +1,4 @@
-"""Stop strings: an automaton that finds them (Aho and Corasick, 1975), and their search in a reply."""
+"""Stop strings: an automaton (Aho and Corasick, 1975) and the search in a reply."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _CHARACTER_BITS = 21
 
 @dataclass(frozen=True)
 class FoundStop:
-    """A stop string and its start in the piece that completes it; negative if earlier."""
+    """A stop string and its start in the piece that completes it, maybe negative."""
 
     at: int
     string: str
 
 
 class StopStrings:
-    """Finds non-empty strings in a text that arrives in pieces. The caller keeps the state.
+    """Finds non-empty strings in text that arrives in pieces; the caller keeps the state.
 
-    A state is the longest suffix that is a prefix of a string. In one piece, the first start wins, then the shortest.
+    A state is the longest suffix that is a prefix of a string. Of matches in a piece, the first start wins, then the
+    shortest.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -85,7 +86,7 @@ class StopStrings:
         following: dict[int, list[tuple[int, int]]] = {}
         for key, state in self._next.items():
             following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
-        waiting = deque([0])
+        waiting = deque([0])  # breadth first: `_step` uses shorter suffixes
         while waiting:
             parent = waiting.popleft()
             for character, state in following.get(parent, ()):
@@ -103,10 +104,10 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 
 
 class StopSearch:
-    """Incremental search for stop strings. Positions count from the start of the reply.
+    """Incremental search for stop strings, positions from the reply's start.
 
     A string counts only if all of it is answer text. The slow reader runs only while a found string's zone is unknown;
-    reasoning is searched only for its end.
+    in reasoning, only its end is searched.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
@@ -128,7 +129,7 @@ class StopSearch:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end that may be or begin a stop string."""
+        """Final characters that may be or begin a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
@@ -142,7 +143,7 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Return the first stop string that counts. `placed`: offset and name of each marker token."""
+        """Return the first stop string that counts. `placed`: as in `ReplyReader.add`."""
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
                 return None

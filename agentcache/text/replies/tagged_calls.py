@@ -1,4 +1,4 @@
-"""Streaming parser for tool calls that write each argument in its own tag."""
+"""Streaming parser for calls with a tag for each argument."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of one tool-call format.
+    """Tags of a call format.
 
     Args:
-        name_end: if empty, the next tag or line break ends the tool name.
-        call_end: if empty, the closing marker of all calls ends a call.
+        name_end: if empty, the next tag or line break ends the name.
+        call_end: if empty, the marker that closes all calls ends a call.
         on_lines: strip one line break on each side of a value; else white space, except from strings.
         cdata: accept values in `<![CDATA[…]]>`.
     """
@@ -74,7 +74,7 @@ class _At(Enum):
 
 
 class TaggedCalls(Steps):
-    """Parses tagged calls up to the marker `close`, which may be empty. Streams only arguments of type string."""
+    """Parses tagged calls up to `close`, if any. Streams only string arguments."""
 
     _at: _At
 
@@ -224,7 +224,7 @@ class TaggedCalls(Steps):
         return None
 
     def _behind_value(self, final: bool) -> Left | None:
-        # A closing tag counts only before the next tag or the end of the reply.
+        # A closing tag counts only before the next tag or the reply's end.
         text = self._text.lstrip(SPACE)
         self._behind.append(self._text[: len(self._text) - len(text)])
         self._text, tags = text, self._tags
@@ -255,7 +255,7 @@ class TaggedCalls(Steps):
         return False if begins == _CDATA else None
 
     def _collect(self, text: str) -> None:
-        # `_inner`: a closing tag inside a string of a list or object does not end the value.
+        # `_inner`: a closing tag in a string of a list or object does not end the value.
         if not text:
             return
         self._value.append(text)
@@ -365,9 +365,9 @@ def _types_in(tag: str) -> frozenset[str] | None:
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
-    """Convert an argument's text to a value of the JSON schema `types` (empty if unknown); too deep, it stays text.
+    """Convert an argument's text to a value of JSON schema `types` (empty if unknown); too deep, it stays text.
 
-    `untyped`: parse an unknown type as JSON or a Python literal; else it stays text, except null.
+    `untyped`: parse unknown types as JSON or Python literals; else they stay text, except null.
     """
     if "string" in types and len(types) == 1:
         return text
