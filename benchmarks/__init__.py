@@ -1,1 +1,1 @@
-"""Measures and tortures a server: `python -m benchmarks --help`."""
+"""Benchmarks and a soak: `python -m benchmarks --help`."""

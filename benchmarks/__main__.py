@@ -1,7 +1,6 @@
-"""Benchmarks and a soak, run from a clone: `python -m benchmarks NAME` (`make benchmarks ARGS=NAME`).
+"""`python -m benchmarks NAME`, from a clone: starts own servers, without a network.
 
-They start servers of their own and need no network beyond loopback. Results go to agentcache-bench/: NAME.json
-(caveats, machine, versions, commit, samples) and pictures. `agentcache bench` measures the time to first token.
+Results go to agentcache-bench/: NAME.json (caveats, machine, versions, commit, samples) and pictures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations on agentcache and on `mlx_lm.server`, both killed halfway; at the end all agents speak at once."""
+"""Conversations on agentcache and `mlx_lm.server`, killed halfway; at the end all agents speak at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """Parameters. Tokens of messages are approximate; `together_tokens` is per answer at once."""
+    """Parameters; `first_tokens` and `turn_tokens` are approximate."""
 
     agents: int = 3
     turns: int = 4
@@ -72,7 +72,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """One server at the end; None if not reported. `start_seconds` last to a first answer."""
+    """One server at the end; `start_seconds` to the first answer; None if not reported."""
 
     server: str
     start_seconds: float
@@ -177,7 +177,7 @@ class _Bench:
             agents = server.client.request("GET", "/v1/agents")["data"]
             ram, disk = (sum(agent[f"{where}_bytes"] for agent in agents) for where in ("ram", "disk"))
         else:
-            # The peer logs its cache at the next request.
+            # The peer logs its cache on the next request.
             self._send(server, self._body([{"role": "user", "content": "Goodbye."}], 2)).result()
             ram, disk = _logged_cache_bytes(side.log), 0
         return ServerSample(side.name, side.start_seconds, together, ram, disk, _resident_bytes(server.pid))

@@ -128,7 +128,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: TimedProgress
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """Rank 0's numbers. Raises SystemExit."""
+    """Return rank 0's numbers. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
     command += ["--plan", json.dumps(asdict(plan))]
     processes = [
@@ -177,7 +177,7 @@ def build_report(plan: DistributedPlan, progress: Progress) -> Report:
     rows = []
     with tempfile.TemporaryDirectory(prefix="agentcache-ranks-") as folder:
         model = Path(folder) / "model"
-        # A process of its own returns its GPU memory.
+        # The process returns its GPU memory.
         module = "from benchmarks.distributed_benchmark import Path, Shape, make_model"
         progress(f"making a model, {plan.shape.value}")
         making = f"{module}; make_model(Path({str(model)!r}), Shape({plan.shape.value!r}))"

@@ -1,4 +1,4 @@
-"""Counts and times the syncs of a saved turn in each `--durability` mode."""
+"""Counts and times the syncs of a saved turn by `--durability` mode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Syncs:
 
 @dataclass(frozen=True)
 class DurabilityRow:
-    """Medians; `turn_ms` ends with the answer that says `saved`."""
+    """Medians; `turn_ms` includes the save."""
 
     durability: str
     syncs: dict[str, int]

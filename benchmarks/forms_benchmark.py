@@ -1,4 +1,4 @@
-"""How a row with a JSON schema delays other rows' tokens."""
+"""How a row with a JSON schema delays other rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from benchmarks.workload import Progress, given_or_random
 CAVEATS = [
     "Compare ratios with those of a kind beside itself, not milliseconds; masks of larger vocabularies take longer.",
 ]
-LIMIT = 1.1  # of the p95 with a form to that without
+LIMIT = 1.1  # p95 with a form, relative to that without
 
 _PROMPT_TOKENS = 30
-_ATTEMPTS = 5  # on a busy machine, rows may not overlap
+_ATTEMPTS = 5  # rows may not overlap
 _ITEM = {
     "type": "object",
     "properties": {

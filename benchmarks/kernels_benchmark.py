@@ -1,6 +1,6 @@
 """Times kernels on packed blocks, MLX operations, and flash attention over bfloat16 keys.
 
-Launches rotate over layers that exceed the device cache; "of copy" is relative to the rate of an array copy.
+"of copy" is relative to the rate of an array copy.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class KernelsPlan:
 
     Args:
         prefixes: (rows, shared tokens, own tokens).
-        residuals: (rows of one adapter, tokens per row, rank); on values, then also on keys.
-        unpacked: contexts of a prompt chunk; also with residuals of `unpacked_rank`.
+        residuals: (rows, tokens per row, rank); on values, then also on keys.
+        unpacked: contexts, without and with residuals of `unpacked_rank`.
         latents: (rows, context).
-        latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
-        working_set: bytes of the layers.
+        latent_sizes: a latent and its RoPE part (DeepSeek-V2 and -V3).
+        working_set: bytes of all layers.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -79,7 +79,7 @@ class KernelsPlan:
 
 @dataclass(frozen=True)
 class Sample:
-    """Microseconds per layer; `bytes` must be read."""
+    """Microseconds per layer that must read `bytes`."""
 
     what: str
     rows: int
@@ -91,7 +91,7 @@ class Sample:
 
 
 class Layers:
-    """Arenas of layers that exceed the device cache together."""
+    """Arenas of layers, which together exceed the device cache."""
 
     def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
         self.plan = plan
@@ -132,7 +132,7 @@ def bytes_per_latent(plan: KernelsPlan) -> int:
 
 
 def measure_kernels(plan: KernelsPlan, progress: Progress) -> tuple[float, list[Sample]]:
-    """Copy bandwidth in bytes/s, and samples."""
+    """Return copy bandwidth in bytes/s, and samples."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
@@ -223,7 +223,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Flash attention lacks heads of this size."""
+    # Flash attention lacks heads of this size.
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)

@@ -1,4 +1,4 @@
-"""Starts `mlx_lm.server`, without a cache folder, by the options of `agentcache serve`."""
+"""Starts `mlx_lm.server` with options of `agentcache serve`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
 def main() -> None:
-    """Replace this process: its id becomes the server's."""
+    """Replace this process, so that its id is the server's."""
     options = sys.argv[1:]
     where = options.index("--cache-dir")
     del options[where : where + 2]

@@ -1,7 +1,4 @@
-"""Throughput and memory of many adapters that share a context.
-
-Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053); workflows start as a Poisson process.
-"""
+"""Throughput and memory of many adapters that share a context (arXiv 2604.06370, arXiv 2602.01053)."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ class MultiPlan:
     """Parameters.
 
     Args:
-        rate: workflow starts per second, on average.
-        fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0 by default,
-            3.7 in `QUICK`) all policies recompute everything; above half of all exact caches little is evicted.
+        rate: mean workflow starts per second (Poisson).
+        fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0; 3.7 in
+            `QUICK`) all policies recompute everything; above half of all exact caches little is evicted.
     """
 
     model: str | None = None
@@ -122,13 +119,13 @@ def _policy(name: str) -> str | None:
 
 
 def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
-    """RAM budget in bytes for `plan.fitting` conversations plus adapter weights."""
+    """RAM budget in bytes for `plan.fitting` conversations and adapter weights."""
     with _serving(plan, adapters) as llm:
         before = llm.stats().ram_used["base"] or 0
         _ask(llm, _ids(Random(0), plan.longest), 1, adapter=next(iter(adapters)), policy="exact")
         stats = llm.stats()
         one = (stats.ram_used["base"] or 0) - before
-        # Weights may take half of the budget, so that all adapters stay loaded.
+        # Weights may take half of the budget; all adapters stay loaded.
         return int(max(plan.fitting * one + stats.adapter_ram_bytes, 2.1 * stats.adapter_ram_bytes + one))
 
 

@@ -1,6 +1,6 @@
-"""agentcache and the bare mlx-lm model on its quantised cache, in turns in one process.
+"""agentcache and bare mlx-lm on a quantised cache, alternating in one process.
 
-decode   a step, against the time between two tokens of a running request
+decode   a step, against the time between a request's tokens
 growth   time that a long context adds to a short turn, against a hot agent's first token
 """
 
@@ -30,7 +30,7 @@ CAVEATS = ["Both sides take turns in one process; compare the ratios, not millis
 
 @dataclass(frozen=True)
 class OverheadPlan:
-    """`contexts` are those of `growth`; `steps` are per round."""
+    """`contexts` are of `growth`, `steps` per round."""
 
     model: str | None = None
     decode_context: int = 2048
@@ -67,14 +67,14 @@ class BareModel:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Quantise after the prefill: much faster than during it."""
+        """Quantise after the prefill, which is faster than during it."""
         caches, _ = prefill_bare(self._model, token_ids, _PREFILL_CHUNK)
         quantised = [cache.to_quantized(group_size=64, bits=4) for cache in caches]
         mx.eval([cache.state[:2] for cache in quantised])
         return quantised
 
     def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
-        """Seconds to compute `token_ids` and the next token; restores the cache."""
+        """Seconds to compute `token_ids`; restores the cache."""
         started = time.perf_counter()
         token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
         token.item()

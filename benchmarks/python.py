@@ -1,4 +1,4 @@
-"""Python's CPU time in a decode step with many streams, and in matching a long prompt."""
+"""Python's CPU time in a decode step, and in matching a long prompt."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepCost:
 
 
 async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCost:
-    """Medians. Removes the layers of `engine`, which must be started and allow `plan.rows` requests."""
+    """Medians. Removes the layers of the started `engine`, which must allow `plan.rows` requests."""
     await _on_thread(engine, lambda engine: engine.loaded.model.layers.clear())
     return await _StepBench(plan, engine, app).run()
 
@@ -112,7 +112,7 @@ class _StepBench:
         return medians(costs)
 
     async def _cost_of_a_step(self) -> StepCost:
-        """Short requests, subtracted from long ones, cancel prompts and endings."""
+        # Short requests, subtracted from long ones, cancel prompts and endings.
         short, long = await self._spend(_SHORT_TOKENS), await self._spend(_SHORT_TOKENS + self._plan.steps)
         extra, steps = long - short, self._plan.steps
         return StepCost(extra.engine / steps * 1e3, extra.streaming / steps * 1e3, extra.wall / steps * 1e3)

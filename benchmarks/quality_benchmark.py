@@ -22,7 +22,7 @@ PARTS: dict[str, Part] = {
     "sharing": sharing.PART,
     "texts": texts.PART,
 }
-OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name != "texts")  # the embedded model cannot read real texts
+OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name != "texts")  # it cannot read real texts
 QUICK = QualityPlan(OF_THE_EMBEDDED_MODEL, scale=1 / 16)
 CAVEATS = (
     "A small model shows that a cache returns what was put in, and what breaks it; how much a large model's answers "

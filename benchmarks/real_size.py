@@ -1,7 +1,4 @@
-"""agentcache, bare mlx-lm and `mlx_lm.server` at the size of real models.
-
-Decode steps follow contexts of zeros, which cost the same reads.
-"""
+"""agentcache, bare mlx-lm and `mlx_lm.server` at the size of real models; decode steps read zeros."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ CAVEATS = [
     "mlx_lm.server runs with its defaults; it keeps prompts in RAM, so that a restart has it compute them again.",
 ]
 _CHUNK = 2048
-# Qwen3-8B; the embedded tokenizer uses only the first ids.
+# Qwen3-8B.
 SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -64,8 +61,8 @@ class RealSizePlan:
 
     Args:
         shape, bits: of random weights; 16 is unquantised.
-        decode, shared: (rows, context) of steps; rows of `shared` have one context.
-        context, agents: 0 for no turns, and for no servers.
+        decode, shared: (rows, context); rows of `shared` have one context.
+        context, agents: 0 for no turns, no servers.
     """
 
     model: str | None = None
@@ -225,7 +222,7 @@ def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progres
 
 
 def _fits(shape: dict[str, Any], dtype: mx.Dtype, rows: int, context: int) -> bool:
-    """Whether mlx-lm's KV, doubled while it grows, leaves enough memory."""
+    """Whether mlx-lm's KV, doubled as it grows, fits."""
     per_token = 2 * dtype.size * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return bool(rows * context * per_token < device_memory().total * 0.3)
 
@@ -260,7 +257,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Rows of `context` tokens with room for `room` more; `shared` rows have their full blocks in common."""
+        """Make rows with room for `room` more tokens; `shared` rows have full blocks in common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -273,7 +270,7 @@ class Paged:
         self.runner.evaluate()
 
     def steps(self, count: int) -> Iterator[None]:
-        """Start each step before reading the previous token, like the engine."""
+        """Start a step before reading the previous token, as the engine."""
         token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
         for length in range(self.context, self.context + count):
             lengths = [length] * len(self.tables)
@@ -324,10 +321,7 @@ class Bare:
 
 
 def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
-    """Write a random Qwen3 with the embedded tokenizer; in float32 on a CPU.
-
-    It generates only whole words: servers send a token when it has text.
-    """
+    """Write a random Qwen3 that generates whole words only: servers send a token when it has text."""
     config = embedded_config() | shape
     if bits < 16:
         config["quantization"] = {"group_size": 64, "bits": bits}

@@ -2,11 +2,11 @@
 
     hot        a short turn with all blocks in RAM
     evicted    the same after eviction
-    restarted  the same as the first turn of a process: slots are new
+    restarted  the same as a process's first turn
     alone      a restore without a turn
-    read       plain reads by one thread into a reused buffer
-    together   the same with `READERS` threads
-    kept       plain reads by one thread into memory for all files
+    read       plain reads into a reused buffer
+    together   the same by `READERS` threads
+    kept       plain reads into memory for all files
 
 Files are in the page cache. On a busy machine compare CPU times of `alone` and `read`.
 """
@@ -41,14 +41,12 @@ CAVEATS = [
 ]
 _AGENT = "context"
 _READ_BYTES = 4 << 20
-_PAUSE = 0.1  # seconds until idle BLAS threads stop spinning
+_PAUSE = 0.1  # seconds; idle BLAS threads spin
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Parameters. Each of `restarts` processes has one restarted turn, and `rounds` hot and evicted ones; `reread`
-    first drops files from the page cache (Linux).
-    """
+    """Parameters. `rounds` are per restart; `reread` drops files from the page cache first (Linux)."""
 
     model: str | None = None
     context: int = 4096
@@ -61,7 +59,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """Medians. Restores take from the first read to the last block in its slot; CPU times are of all threads."""
+    """Medians. Restores end with the last block in its slot; CPU times are of all threads."""
 
     hot_ms: float
     evicted_ms: float
@@ -77,7 +75,7 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """The time relative to 1.5 hot turns plus 1.25 reads."""
+        """Time relative to 1.5 hot turns plus 1.25 reads."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
@@ -193,7 +191,7 @@ def _read(files: list[Path], threads: int) -> float:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Page-aligned memory; unaligned reads can take five times as long."""
+    """Page-aligned memory: other reads are slower."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory

@@ -46,7 +46,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Span:
-    """Since the start of a process; `cpu_seconds` is None without /proc."""
+    """Time since a process started; `cpu_seconds` is None without /proc."""
 
     seconds: float
     cpu_seconds: float | None
@@ -127,7 +127,6 @@ def _process_seconds(pid: int) -> float | None:
 
 
 def _is_measuring(server: ServerProcess) -> bool:
-    """Raises ServerError if the server has failed."""
     return "measuring_precision" in server.client.request("GET", "/health")
 
 

@@ -1,4 +1,4 @@
-"""Streamed completions of OpenAI-style servers, with the client's time of each token."""
+"""Streamed completions, with the client's time of each token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchmarkFailed(AgentCacheError):
 
 @dataclass(frozen=True)
 class Stream:
-    """Times of `time.perf_counter`; usage and report are the last events'."""
+    """Times by `time.perf_counter`; usage and report are the last sent."""
 
     sent_at: float
     token_times: tuple[float, ...]
@@ -70,7 +70,7 @@ class RunningStream:
         self._thread.start()
 
     def result(self) -> Stream:
-        """Raises ServerError or httpx.HTTPError."""
+        """Wait for the end. Raises ServerError or httpx.HTTPError."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -78,7 +78,7 @@ class RunningStream:
         return self._stream
 
     def cancel(self) -> None:
-        """Stop at the next token; wait until the connection is closed."""
+        """Stop at the next token; wait for the connection's end."""
         self._cancelled = True
         self._thread.join()
 
@@ -128,7 +128,7 @@ class RunningStream:
         for choice in event.get("choices", []):
             piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             texts.append(piece)
-            # The finishing event may wait for the save: it times no token.
+            # The finishing event may wait for the save.
             if not choice.get("finish_reason"):
                 self._add(now, len(choice.get("token_ids") or []) or bool(piece))
         return "".join(texts)
@@ -151,7 +151,7 @@ def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> li
 
 
 def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
-    """Retry if the streams did not overlap, as on a busy machine."""
+    """Retry until the streams overlap, at most `_ATTEMPTS` times."""
     for _ in range(_ATTEMPTS):
         streams = run()
         begin, end = _while_all_decode(streams)
@@ -167,7 +167,7 @@ def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = flo
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed."""
+    """The smallest value that `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

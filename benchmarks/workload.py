@@ -1,4 +1,4 @@
-"""Prompts, random models, mlx-lm without the engine, medians."""
+"""Prompts, random models, bare mlx-lm, medians."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 T = TypeVar("T", bound="DataclassInstance")
-NEVER = -100.0  # bias that keeps a token from being chosen
+NEVER = -100.0  # bias that prevents a token
 
-# 84 million parameters, 336 MB of float32: reading weights bounds decoding.
+# 84 million parameters: reading weights bounds decoding.
 WEIGHTS_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -34,7 +34,7 @@ WEIGHTS_MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-# As many in fewer layers and heads: after 16K tokens attention is a third of the work, as in 8B models.
+# As many in fewer layers: at 16K tokens attention is a third of the work, as in 8B models.
 LONG_PROMPT_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 8192,
@@ -50,7 +50,7 @@ CONTEXT_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-# The cache of an 8B model with few weights: restoring dominates a warm turn.
+# An 8B model's cache with few weights: restoring dominates a warm turn.
 RESTORE_MODEL = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -69,13 +69,13 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def given_or_random(model: str | None, shape: dict[str, int]) -> Iterator[tuple[Path, Path]]:
-    """A temporary folder, and that of `model` or of a random one of `shape`."""
+    """A temporary folder, and that of `model` or of a random model."""
     with temporary_folder() as home:
         yield home, Path(model) if model else random_model_path(home, **shape)
 
 
 def medians(results: Sequence[T]) -> T:
-    """The first result with the median of each float."""
+    """The first result with each float's median."""
     names = [field.name for field in fields(results[0]) if isinstance(getattr(results[0], field.name), float)]
     return replace(results[0], **{name: statistics.median(getattr(each, name) for each in results) for name in names})
 
@@ -102,9 +102,7 @@ class TokenSource:
 def turn_body(
     agent: str | None, prompt: Sequence[int], max_tokens: int, *, return_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Body of a greedy completion of exactly `max_tokens`; `return_token_ids` also times tokens without text, but slows
-    long prompts.
-    """
+    """Body of a greedy completion of exactly `max_tokens`; `return_token_ids` also times tokens without text."""
     return {
         "prompt": list(prompt),
         **({} if agent is None else {"agent": agent}),

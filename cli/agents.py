@@ -232,7 +232,6 @@ def describe_purge(answer: dict[str, Any]) -> str:
 
 
 def _purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
-    """`own`: the user named the folder."""
     found = url or (None if own else running_server(config))
     if found is None:
         return {"deleted_bytes": _empty_folder(config.cache_dir)}
@@ -241,7 +240,7 @@ def _purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
 
 
 def purge_server(server: Connection) -> dict[str, Any]:
-    """Delete all agents but those with unreadable files, which the answer names."""
+    """Delete all agents except those with unreadable files, which the answer names."""
     found = server.request("GET", "/v1/agents")["data"]
     kept = {agent["id"]: agent["unavailable"] for agent in found if agent.get("unavailable")}
     agents = [agent["id"] for agent in found if agent["id"] not in kept]
@@ -252,7 +251,7 @@ def purge_server(server: Connection) -> dict[str, Any]:
 
 
 def _empty_folder(cache_dir: Path) -> int:
-    """A folder without a lock file stays. Returns the bytes freed."""
+    """Return the bytes freed. A folder without a lock file stays."""
     from agentcache.store.cache_files import CacheFiles
     from agentcache.store.writing import FolderLock
 

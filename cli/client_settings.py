@@ -1,4 +1,4 @@
-"""Sets values in other programs' JSON or TOML settings and reverts them; TOML comments and order stay."""
+"""Sets and reverts values in other programs' JSON or TOML settings; TOML comments and order stay."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ABSENT = object()
 
 
 class UnreadableSettings(AgentCacheError):
-    """The settings file is invalid for its program."""
+    """A settings file is invalid."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One setting. `adds`: `value` has items for the user's list; `is_default`: the user's value has precedence;
-    `ignores`: keys that the program changes itself.
+    """One setting. `adds`: `value` has items for the user's list; `is_default`: the user's value wins; `ignores`: keys
+    that the program changes.
     """
 
     path: Path_
@@ -40,8 +40,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Change:
-    """A planned change. `before` is None without a file, `after` to delete it, `note` after an undo; `kept` has
-    settings changed since the note.
+    """A planned change. `before` is None without a file, `after` to delete it, `note` after an undo; `kept`: settings
+    changed since the note.
     """
 
     file: Path
@@ -52,7 +52,7 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Plan to set `values` and revert others of `note`. Raises UnreadableSettings."""
+    """Plan to set `values` and revert the rest of `note`. Raises UnreadableSettings."""
     file = file.resolve()
     if note is not None and note["file"] != str(file):
         raise UnreadableSettings(f"{note['file']} was changed before: revert that first, with --undo")
@@ -89,7 +89,7 @@ def take_out(note: Mapping[str, Any]) -> Change:
 
 
 def write(change: Change) -> None:
-    """Replace the file atomically; a new one gets mode 0600."""
+    """Replace the file atomically; a new one has mode 0600."""
     if change.after is None:
         change.file.unlink(missing_ok=True)
         return
@@ -109,7 +109,7 @@ def write(change: Change) -> None:
 
 
 def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
-    """Revert entries, last first; return settings changed since, which stay."""
+    """Revert entries, last first; return those changed since, which stay."""
     kept: list[str] = []
     for path, entry in reversed(list(entries.items())):
         if entry.get("adds"):
@@ -141,7 +141,7 @@ def _add_items(
 
 
 def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, entry: Mapping[str, Any]) -> bool:
-    """Return whether the setting is still a list."""
+    """Remove added items; return whether the setting is still a list."""
     current = _get(document, path)
     if not isinstance(current, list):
         return False

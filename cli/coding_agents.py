@@ -17,10 +17,10 @@ from agentcache.settings.sources import default_config_file
 KEY_VARIABLE = "AGENTCACHE_API_KEY"
 SESSION_VARIABLE = "AGENTCACHE_SESSION"
 SESSION_HEADER = "X-Session-ID"
-SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take up to 39,000
+SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take 39,000
 _OUTPUT_TOKENS = 4096
 _LONGEST_NAME = 30
-# Claude Code works without these long descriptions.
+# Claude Code works without; their descriptions are long.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 
@@ -41,7 +41,7 @@ class CodingAgent(StrEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """The running server, without `/v1` in `url`. Settings files never contain its key."""
+    """The running server; `url` lacks `/v1`. Settings files never contain its key."""
 
     url: str
     model: str
@@ -69,7 +69,7 @@ class Program:
     Args:
         file: path of its settings; None for variables only.
         key: variable for the server's key.
-        is_per_folder: whether `file` is ours, one per folder: only then it may name a session.
+        is_per_folder: whether `file` is ours, one per folder; only these may name a session.
     """
 
     command: tuple[str, ...]
@@ -82,7 +82,7 @@ class Program:
 
 
 def folder_session(agent: str, folder: Path) -> str:
-    """Session name of an agent in a folder, valid as agent id."""
+    """Session name of an agent in a folder; a valid agent id."""
     path = str(folder.resolve())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:_LONGEST_NAME] or "root"
     return f"{agent}-{name}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
@@ -102,7 +102,7 @@ def _key(reference: str, served: Served) -> str:
 
 
 def _claude(served: Served) -> list[Value]:
-    """Disables auto mode, in which Anthropic's API judges each tool call."""
+    """Disables auto mode: in it Anthropic's API judges each tool call."""
     values = {"ANTHROPIC_BASE_URL": served.url, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     if not served.has_key:
         values["ANTHROPIC_AUTH_TOKEN"] = "none"
@@ -136,7 +136,7 @@ def _opencode(served: Served) -> list[Value]:
 
 
 def _kilo(served: Served) -> list[Value]:
-    """Kilo asks for shell commands; without a rule, it permanently allows them all."""
+    """Kilo asks for shell commands: without a rule, it allows them all."""
     return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
 
 
@@ -152,7 +152,7 @@ def _pi(served: Served) -> list[Value]:
 
 
 def _qwen(served: Served) -> list[Value]:
-    """Older versions of Qwen do not insert the session; this header accepts any value."""
+    """Older versions do not insert the session; this header accepts any value."""
     auth = {"selectedType": "openai", "baseUrl": served.base_url, "apiKey": _key(f"${KEY_VARIABLE}", served)}
     generation = {
         "contextWindowSize": served.context,
@@ -171,12 +171,12 @@ _CLINE_FILE = _own_file("cline", ".json")
 
 
 def _cline_environment(served: Served) -> dict[str, str]:
-    """Disables the hub, which would use the first folder's settings for all folders."""
+    """Disables the hub, which uses the first folder's settings for all."""
     return {"CLINE_PROVIDER_SETTINGS_PATH": str(_CLINE_FILE()), "CLINE_SESSION_BACKEND_MODE": "local"}
 
 
 def _cline(served: Served) -> list[Value]:
-    """Cline refuses a file without a date, which it keeps, and a source."""
+    """Cline refuses a file without date and source."""
     key = {} if served.has_key else {"apiKey": "none"}
     provider = {
         "settings": {

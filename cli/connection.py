@@ -1,4 +1,4 @@
-"""Connects commands to a running server, or to its app in this process; common options."""
+"""Connects commands to a running server, or to an app in this process; common options."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
 
 
 def agent_path(agent: str, *verb: str) -> str:
-    """The id is checked: `..` would change the route."""
+    """Route of an agent. The id is checked: `..` would change the route."""
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """Settings and URL; the default is a server on the configured port, unless a model or folder is given."""
+    """Settings and URL: by default of a server on the configured port, unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 
@@ -108,7 +108,7 @@ def connect(
     api_key_file: Path | None = None,
     without_server: str | None = None,
 ) -> Iterator[Connection]:
-    """Connect to `find_server`'s server; else open the cache, or raise ConfigError(without_server)."""
+    """Connect to a server; else open the cache, or raise ConfigError(without_server) if given."""
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:
         raise ConfigError(without_server)

@@ -113,7 +113,7 @@ class _Progress:
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """Pass if words and scores agree, agents were restored after every kill, and turns saved."""
+    """Build the report; passed: equal words and scores, turns saved, agents restored after each kill."""
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
     same_score = score(hot) == score(warm) == score(cold)
@@ -205,7 +205,7 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write transcripts (warm in `folder`, others below it), `demo.json`, `.txt` and, with matplotlib, `.png`."""
+    """Write transcripts (hot and cold in subfolders), `demo.json`, `.txt` and, with matplotlib, `.png`."""
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
-# A broken back end ends its process.
+# In a child: a broken back end ends its process.
 OPS_SCRIPT = """
 import mlx.core as mx
 x, w = mx.random.normal((4, 128), key=mx.random.key(0)), mx.random.normal((32, 128), key=mx.random.key(1))
@@ -44,7 +44,7 @@ assert error < 1e-2, f"quantized_matmul is off by {error}"
 print(mx.default_device().type.name)
 """
 
-AGENT_TOKENS = 8192  # of the agents that are counted
+AGENT_TOKENS = 8192  # of each counted agent
 
 
 def doctor(
@@ -91,7 +91,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks but of files' content; `model` replaces a running server's."""
+    """Run all checks but those of files' content; `model` replaces a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops
@@ -102,7 +102,7 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     yield from check_readable(config.cache_dir)
     yield check_quarantine(config.cache_dir)
     yield check_disk_budget(config)
-    if ops.ok:  # else it would end this process
+    if ops.ok:  # else loading would end this process
         yield from check_model(config, url if model is None else None)
 
 
@@ -151,7 +151,7 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 
 def check_kernels(config: Config) -> Check:
-    """Never fails: without kernels the reference serves."""
+    """Report the kernels; never fails, since the reference serves without them."""
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:
@@ -214,7 +214,7 @@ def _holder(cache_dir: Path) -> str | None:
 
 
 def verify(cache_dir: Path) -> Iterator[Check]:
-    """Verify every block, manifest and transcript; a server may run."""
+    """Verify all blocks, manifests and transcripts; a server may run."""
     from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)
@@ -296,7 +296,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
 
 def local_folder(model: str) -> Path | None:
-    """None if the model must be downloaded."""
+    """Folder of a model; None if it must be downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -30,7 +30,7 @@ _OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # another server's answ
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; not `ok` if it prevents agentcache from working."""
+    """A finding; not `ok` if agentcache cannot work so."""
 
     name: str
     ok: bool
@@ -39,11 +39,11 @@ class Check:
 
 
 class _NotWorking(Exception):
-    """A failed request and its reason."""
+    """Reason of a failed request."""
 
 
 def root_of(url: str) -> str:
-    """Base URL of a client's URL, which may have `/v1` or lack `http://`. Raises ConfigError."""
+    """Root of a URL, which may have `/v1` or lack `http://`. Raises ConfigError."""
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -57,7 +57,7 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Examine a `root_of` URL, without an agent: nothing is kept."""
+    """Examine the server at a `root_of` URL, without an agent: nothing is kept."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
         found = list(_reach(http, url))
@@ -186,7 +186,7 @@ def _chat(http: httpx.Client, model: str) -> str:
 
 
 def _stream(http: httpx.Client, model: str) -> str:
-    """Time a stream: equal times mean a proxy that buffers."""
+    """Time a stream; equal times mean a buffering proxy."""
     body = {"model": model, "messages": _ASK, "max_tokens": _SHORT, "stream": True}
     begun, first, count, ended = time.perf_counter(), None, 0, False
     try:

@@ -128,7 +128,7 @@ def _do(change: Change, note_file: Path, *, dry_run: bool) -> None:
     if dry_run:
         return
     try:
-        if change.note is not None:  # first: every change can be undone
+        if change.note is not None:  # first, so that every change can be undone
             note_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # It may hold keys.
             write(Change(note_file, None, json.dumps(change.note, indent=1), None))

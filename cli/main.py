@@ -1,4 +1,4 @@
-"""`agentcache`: finds the command; exits with 1 for failure, 2 for wrong usage."""
+"""`agentcache`: runs a command; exits with 1 on failure, 2 on wrong usage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Module and function, or Typer group, of each command.
+# Module and function or Typer group.
 COMMANDS = {
     "serve": "serve.serve",
     "launch": "launch.launch",
@@ -27,13 +27,13 @@ COMMANDS = {
     "doctor": "doctor.doctor",
     "purge": "agents.purge",
 }
-# mlx-lm sets this hard limit of open files at import; only root may raise a lower one.
+# Hard limit of open files that mlx-lm sets at import; only root may raise a lower one.
 _MLX_LM_FILES = 4096
 _LIMIT_REFUSED = "not allowed to raise maximum limit"  # from `resource.setrlimit`
 
 
 class Commands(TyperGroup):
-    """Imports a command's module on use: a quick start."""
+    """Imports a command's module on use, for a quick start."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -31,7 +31,7 @@ SWITCH_SECONDS = 0.001
 LOST_CODE = 3
 
 FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag is not None}
-# Others are text for `load_config`.
+# The rest is text for `load_config`.
 _VALUES: dict[Kind, type] = {Kind.PATH: Path, Kind.INTEGER: int, Kind.NUMBER: float}
 
 log = logging.getLogger("agentcache.cli")
@@ -48,7 +48,7 @@ class CannotListen(AgentCacheError):
 
 
 class CannotStart(AgentCacheError):
-    """The engine did not start; the log has the reason."""
+    """The engine did not start; the log says why."""
 
 
 def serve(*, as_json: bool, hosts: Path | None, **given: Any) -> None:
@@ -98,7 +98,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 
 
 def follow_rank_0(config: Config) -> None:
-    """Run as a further rank until rank 0, which handles signals, ends."""
+    """Run as another rank until rank 0 ends; that one handles signals."""
     from agentcache.models.builtin.embedded import embedded_model_path
     from agentcache.ranks.executors import follow
 
@@ -112,11 +112,11 @@ def follow_rank_0(config: Config) -> None:
 
 
 def listen(config: Config) -> socket.socket:
-    """Listen before the model is loaded: a taken port fails at once."""
+    """Listen before the model loads: a taken port fails at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Inherited by accepted sockets; else small events wait 40 ms.
+        # Accepted sockets inherit it; else small events wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -147,7 +147,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     from agentcache.server.app import create_app
     from agentcache.server.connection import DrainingServer
 
-    # A step may wait this long at each of many GIL acquisitions.
+    # A step may wait so long for the GIL, many times.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()
@@ -176,7 +176,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """If another rank is lost, end this process; MLX's normal exit would wait for it."""
+    """If another rank is lost, end this process; a normal exit would wait for it in MLX."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         log.error("%s", lost)
@@ -213,7 +213,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
 
 
 def leave_in_order(server: uvicorn.Server | None) -> None:
-    """Exit with 0 on SIGTERM and SIGINT: at once, or after uvicorn's drain, when it repeats the signal."""
+    """Exit with 0 on SIGTERM and SIGINT: at once, or after uvicorn's drain, which repeats the signal."""
 
     def handler(number: int, frame: object) -> None:
         if server is None or not server.should_exit:
@@ -240,7 +240,7 @@ def start_error(failure: Exception) -> AgentCacheError:
 
 
 def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `mlx.launch`, which runs this command on every host."""
+    """Replace this process by `mlx.launch`, which runs the command on every host."""
     if not hosts.is_file():
         raise ConfigError(f"there is no file {hosts} of hosts")
     command = [sys.executable, "-m", "agentcache", *without_hosts(arguments)]
@@ -259,7 +259,7 @@ def without_hosts(arguments: Sequence[str]) -> list[str]:
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes, cuts and indents client text, which could imitate a record or fill the disk."""
+    """Escapes and cuts text of clients, which could imitate records or fill the disk."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _escaped(_cut(record.message, MOST_CHARACTERS))
@@ -277,7 +277,7 @@ def write_log(format: str) -> None:
 
 
 def _cut(text: str, most: int) -> str:
-    """A traceback's end has the error."""
+    # Both ends stay: a traceback's end has the error.
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [{len(text) - most} characters] {text[-most // 2 :]}"

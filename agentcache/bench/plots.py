@@ -1,4 +1,4 @@
-"""PNG plots by matplotlib, an optional dependency imported on first use."""
+"""PNG plots; matplotlib is optional, imported on use."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Plot medians as lines and samples as dots. `series`: by kind, samples in milliseconds by tokens of context."""
+    """Plot medians as lines, samples as dots. `series`: by kind, milliseconds by context length."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure = new_figure(7, 4.5)
@@ -121,7 +121,7 @@ def _draw_series(axes: Any, name: str, by_size: Mapping[int, Sequence[float]]) -
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars for each phase. `series`: by way, one value per phase; None draws no bar."""
+    """Bars per phase. `series`: by way, one value per phase; None for no bar."""
 
     title: str
     series: Mapping[str, Sequence[float | None]]

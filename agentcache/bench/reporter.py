@@ -1,4 +1,4 @@
-"""Reports of benchmarks: tables, a JSON file, and plots if matplotlib is installed."""
+"""Reports of benchmarks: tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reporter:
     def report(
         self, plan: Any, caveats: Iterable[str], *, model: Any, peer_wins: Iterable[str] | None = None, **numbers: Any
     ) -> Report:
-        """Build a report. `peer_wins`: quantities in which another server is better; None without one."""
+        """Build a report. `peer_wins`: quantities in which the other server is better; None without one."""
         return {
             "caveats": list(caveats),
             **({} if peer_wins is None else {"peer_wins": list(peer_wins)}),
@@ -89,7 +89,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """An empty table of right-aligned columns, except the first if `named`."""
+    """An empty table, right-aligned except the first column if `named`."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)

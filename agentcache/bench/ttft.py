@@ -1,11 +1,11 @@
-"""Time to first token by context length, over HTTP on real server processes.
+"""Time to first token by context length, over HTTP on server processes.
 
     cold            a new agent with its own salt
-    warm, evicted   a fork of the agent, after eviction of all blocks from RAM
+    warm, evicted   a fork, after eviction of all blocks from RAM
     warm            a fork, in a new process after SIGKILL
     hot             a fork in that process, with its blocks in RAM
 
-Warm and hot turns alternate, so that other load affects both.
+Warm and hot turns alternate: other load affects both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters; `repeats` are samples of each kind and length, at most COLD cold ones."""
+    """Parameters; `repeats`: samples of each kind and length, at most COLD cold ones."""
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     repeats: int = 5
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn. Milliseconds; `ttft_ms` is the client's, the rest the server's."""
+    """One turn; the client measures `ttft_ms` and `decode_tokens_per_s`, the server other times."""
 
     kind: str
     context_tokens: int
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Files:
-    """Block files of the context. `data_bytes` excludes headers; reads are plain, from the page cache."""
+    """Block files of the context. `data_bytes` excludes headers; reads are from the page cache."""
 
     count: int
     total_bytes: int
@@ -77,7 +77,7 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """Samples at one length, or the reason why there are none."""
+    """Samples at one length, or why it was `skipped`."""
 
     context_tokens: int
     samples: tuple[Sample, ...] = ()
@@ -133,7 +133,7 @@ class _SizeBench:
         rng = random.Random(f"{self._plan.seed}/{self._size}")
         vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
         self._context = rng.choices(vocabulary, k=self._size)
-        # Other first tokens, so that no turn reuses another's blocks.
+        # Other first tokens: no turn reuses another's blocks.
         firsts = rng.sample(vocabulary, k=4 * self._plan.repeats)
         self._turns = [[first, *rng.choices(vocabulary, k=self._plan.turn_tokens - 1)] for first in firsts]
 
@@ -207,13 +207,13 @@ def _sample(kind: str, size: int, repeat: int, done: Completion) -> Sample:
 
 
 def _evict_all(client: Client) -> None:
-    """Forks share blocks, which stay while one agent keeps them."""
+    """Evict all agents: forks share blocks."""
     for agent in client.request("GET", "/v1/agents")["data"]:
         client.request("POST", f"/v1/agents/{agent['id']}/evict")
 
 
 def _restore(client: Client, agent: str) -> None:
-    """Errors show in the next turn."""
+    # Errors show in the next turn.
     with suppress(ServerError):
         client.request("POST", f"/v1/agents/{agent}/restore")
 

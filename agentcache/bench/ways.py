@@ -1,11 +1,11 @@
-"""One workflow in four ways on real server processes.
+"""One workflow in four ways on server processes.
 
     hot     no interruption
     warm    SIGKILL at every phase border; a new process continues from disk
     cold    the full text each time, without cache reuse
-    none    as cold, and agents lose their history at every phase border, except the system prompt
+    none    as cold; at phase borders agents lose their history, except the system prompt
 
-Turns run one by one without prefetch, so that costs are comparable.
+Turns run one by one without prefetch: costs are comparable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ColdChat:
 
 @dataclass(frozen=True)
 class Ways:
-    """Runs a script in several ways; `caches` is the parent of their folders."""
+    """Runs a script in several ways, with cache folders below `caches`."""
 
     script: Script
     caches: Path
@@ -108,7 +108,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """The first differing turn, in words; None if the runs are equal."""
+    """Description of the first differing turn; None if the runs are equal."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)
@@ -120,7 +120,7 @@ def _difference(one: TurnRecord, other: TurnRecord) -> str:
     if one.text == other.text:
         return f"{where}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
     prompts = f"{one.prompt_tokens} and {other.prompt_tokens} tokens"
-    # Text tokenised again may give other tokens.
+    # The same text may be tokenised otherwise.
     why = "" if one.prompt_tokens == other.prompt_tokens else f" (the same text as prompts of {prompts})"
     return f"{where}: {one.text!r} in one run, {other.text!r} in the other{why}"
 

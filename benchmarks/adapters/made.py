@@ -22,7 +22,7 @@ from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
 POLICIES = (Policy.EXACT, Policy.ACTIVATED, Policy.PREFILL_SHARE)
-INVOCATION = "\n<<@@>>\n"  # in none of the words
+INVOCATION = "\n<<@@>>\n"  # in no word
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
@@ -44,10 +44,7 @@ class MadeAdapter:
 def make_adapters(
     home: Path, model: Path, invocation: Sequence[int], copies: int
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
-    """Write `copies` random adapters per policy, with different ranks.
-
-    Exact ones adapt the upper half of the layers, as mlx-lm's default does for 32 layers.
-    """
+    """Write `copies` random adapters per policy; exact ones adapt the upper half of the layers."""
     built, _ = load_model(model, lazy=True)
     made = {}
     for policy, rank, targets in zip(

@@ -1,4 +1,4 @@
-"""Adapters in three parts, `switch`, `pipeline` and `mixed`; one server works at a time."""
+"""Benchmark of adapters: `switch`, `pipeline` and `mixed`."""
 
 from __future__ import annotations
 

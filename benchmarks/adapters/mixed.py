@@ -1,4 +1,4 @@
-"""Base and three adapters in one batch, and one after the other."""
+"""Base and three adapters in one batch, and one by one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class MixedPlan:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Medians. Tokens/s: all rows at once, one after the other, as many rows of base at once; seconds of whole
-    requests.
-    """
+    """Medians: tokens/s, and seconds of whole requests; `base_system` is of as many rows of base."""
 
     rows: int
     system: float

@@ -1,7 +1,4 @@
-"""Computed tokens of base, adapter, base, … on one context, by policy (arXiv 2504.12397, section 5).
-
-No step names an agent, so all reuse is of shared blocks.
-"""
+"""Computed tokens of base, adapter, base, … on one context, by policy (arXiv 2504.12397), without agents."""
 
 from __future__ import annotations
 

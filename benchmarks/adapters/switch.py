@@ -21,7 +21,7 @@ TRUNK = f"{OURS}, trunk"
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn after base's first one, or after the previous turn if `goes_on`."""
+    """A turn after base's first one; after the previous one if `goes_on`."""
 
     name: str
     policy: Policy | None = None
@@ -49,7 +49,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn: bytes are growth of the caches, layer tokens include the answer's; None if not reported."""
+    """Cost of one turn; bytes are growth, layer tokens include the answer's, None is not reported."""
 
     ttft_ms: float
     prompt_tokens: int
@@ -75,7 +75,7 @@ class SwitchSample:
 
 
 class Peer:
-    """`mlx_lm.server`; only requests that name the model folder use an adapter. `bias` prevents end-of-turn tokens."""
+    """`mlx_lm.server`; uses an adapter only if the request names the model folder; `bias` prevents ends of turns."""
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias
@@ -154,7 +154,6 @@ class SwitchBench:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
     def measure(self, progress: Progress) -> list[SwitchSample]:
-        """Every second round reverses the order of servers."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):
             context = self._source.take(self._plan.context)

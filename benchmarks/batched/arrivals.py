@@ -1,8 +1,8 @@
-"""How a long prompt affects running agents, and how it delays a short request.
+"""How a long prompt delays running agents and a short request.
 
 quiet    the agents only decode
 prefill  from sending the long prompt to its first token
-same     other agents at the same positions, as longer contexts slow decoding
+same     other agents at the same positions: longer contexts slow decoding
 short    a short request: on an idle server, beside decoding agents, during the prefill
 """
 
@@ -26,7 +26,7 @@ _APART_SECONDS = 4.0  # until the server is idle
 
 @dataclass(frozen=True)
 class ArrivalsPlan:
-    """`context` is of each running agent, `shorts` in each situation."""
+    """`context` is per running agent, `shorts` per situation."""
 
     running: int = 4
     context: int = 256
@@ -48,7 +48,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Results. `timeline` is of one running agent: (seconds since the long prompt, gap in ms)."""
+    """Results. `timeline`: seconds since the long prompt and gap in ms, of one agent."""
 
     quiet: Gaps
     prefill: Gaps

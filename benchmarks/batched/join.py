@@ -1,4 +1,4 @@
-"""Time that running requests lose when a request joins or leaves: their token gaps beyond undisturbed ones."""
+"""Time that running requests lose when another joins or leaves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.workload import Progress, TokenSource, medians, turn_body
 _QUIET_GAPS = 6  # on each side of a join
 _OBSERVER_TOKENS = 16384  # never reached
 _JOINING_GAPS = 2  # before the row's first token, and of its first step
-_LEAVING_GAPS = 2  # after the last token, in which the row is removed
+_LEAVING_GAPS = 2  # after the last token
 
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """`contexts` are whole blocks; `joins` is per context."""
+    """`contexts` are multiples of a block; `joins` is per context."""
 
     contexts: tuple[int, ...] = (1024, 16384)
     joins: int = 61
@@ -29,7 +29,7 @@ class JoinPlan:
 
 @dataclass(frozen=True)
 class JoinCost:
-    """Medians of milliseconds that the observers lose; `request_ms` lasts to the first token, steps are undisturbed."""
+    """Medians of time that the observers lose; `request_ms` to the first token, `step_ms` undisturbed."""
 
     context: int
     join_ms: float
@@ -73,7 +73,7 @@ def _observe(server: ServerProcess, source: TokenSource, index: int) -> RunningS
 def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[str, object]) -> Stream:
     observers[0].wait_for_more(_QUIET_GAPS + 1)
     joined = RunningStream(server.client.url, "/v1/completions", body).result()
-    # The joined stream may be ahead: client threads run at different times.
+    # The joined stream may be ahead of this one.
     observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1 + joined.usage["completion_tokens"])
     return joined
 

@@ -1,4 +1,4 @@
-"""Concurrent agents on one server in three parts, `throughput`, `join` and `arrivals`."""
+"""Benchmark of concurrent agents: `throughput`, `join` and `arrivals`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.batched.throughput import Products, Throughput, ThroughputPlan, 
 from benchmarks.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL, Progress, TokenSource, temporary_folder
 
 AT_ONCE, ONE_BY_ONE, CEILING = "#0072B2", "#D55E00", "#999999"
-PUBLISHED_PAIR_SPEEDUP = 1.48  # two agents with 4-bit caches batched, agent-memory on an M4 Pro
+PUBLISHED_PAIR_SPEEDUP = 1.48  # agent-memory, 4-bit caches, M4 Pro
 RANDOM_CAVEAT = (
     "The models are random: a small one with a large cache for joins, others of 80 million parameters for the rest. "
     "They show how the server shares the machine, not how fast a real model is."

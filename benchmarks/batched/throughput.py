@@ -1,7 +1,4 @@
-"""Agents that decode at once, one after the other, and bare matrix products.
-
-A decode step reads each weight once for any number of rows, so the gain of the products bounds that of batching.
-"""
+"""Agents that decode at once and one by one, and bare matrix products, whose gain bounds that of batching."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """`context` is the mean; lengths are 0.5 to 1.5 times that."""
+    """`context` is a mean; lengths are 0.5 to 1.5 times that."""
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     context: int = 512
@@ -35,7 +32,7 @@ class ThroughputPlan:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians for one number of agents: tokens/s; seconds of all turns with first token and save."""
+    """Medians: tokens/s; seconds of whole turns, with first token and save."""
 
     agents: int
     system: float
@@ -115,7 +112,7 @@ def _line(by_agents: dict[int, Throughput]) -> str:
 
 @dataclass(frozen=True)
 class Products:
-    """x·W for all weight matrices of a model; `gain` is relative to the same rows one by one."""
+    """x·W for all weights of a model; `gain` is over the rows one by one."""
 
     rows: int
     ms: float

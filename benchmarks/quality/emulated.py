@@ -1,4 +1,4 @@
-"""Caches for mlx-lm's models that emulate KV formats in dequantised values."""
+"""Emulates KV formats in caches of mlx-lm's models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Format:
 
     Args:
         keys, values: bits; 16 is float16, None the model's type.
-        rotated: round keys after a Hadamard transform of each head.
-        centred: round keys relative to their mean over the first block.
+        rotated: round keys after a Hadamard transform.
+        centred: round keys relative to their mean in the first block.
     """
 
     keys: int | None = 4
@@ -36,7 +36,7 @@ class Format:
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
-        """Average of keys and values, scales and biases included; `full` replaces None."""
+        """Average with scales and biases; `full` replaces None."""
         return (self._bits(self.keys, full) + self._bits(self.values, full)) / 2
 
     def _bits(self, bits: int | None, full: int) -> float:

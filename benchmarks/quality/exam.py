@@ -1,6 +1,6 @@
-"""Perplexity on held-out conversations, and recall of facts stated much earlier.
+"""Perplexity on held-out conversations, and recall of earlier facts.
 
-Texts are the embedded model's: compare another model's recall only between formats.
+Texts are the embedded model's: compare other models' recall only between formats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.recall import recall_case
 # Without tools, which some templates reject.
 _MIXTURE = {"facts": 0.35, "negotiation": 0.2, "gossip": 0.1, "records": 0.25, "merging": 0.1}
 _COMPARED_EACH = 4  # every n-th position
-_QUESTIONS = 24  # per conversation; asked one at a time
+_QUESTIONS = 24  # per conversation
 
 Message = Mapping[str, str]
 Ids = NDArray[np.int64]
@@ -32,7 +32,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Questions about one `beginning`: each row is a question and, at its end, `answers` tokens of the answer."""
+    """Questions about one `beginning`: rows end with `answers` tokens of the answer."""
 
     beginning: Ids
     rows: tuple[Ids, ...]
@@ -54,8 +54,8 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """`tokens` is the length of a text, and the distance from a fact to its question."""
-    corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
+    """`tokens`: length of a text, and distance from a fact to its question."""
+    corpus = Corpus(DATA, seed)  # its tokenizer measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
     return Exam(
@@ -85,7 +85,7 @@ def _encode(tokenizer: Tokenizer, marked: str) -> Ids:
 
 @dataclass(frozen=True)
 class Answers:
-    """Results in one format: `losses` per token in nats, `found` per question, `logprobs` [n, vocabulary]."""
+    """Results in one format: `losses` in nats per token, `found` per question, `logprobs` [n, vocabulary]."""
 
     losses: NDArray[np.float64]
     found: NDArray[np.bool_]

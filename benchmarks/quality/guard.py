@@ -1,4 +1,4 @@
-"""The guard of residual sharing: divergence and loss in answers by adapter strength."""
+"""Guard of residual sharing: divergence and loss by adapter strength."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from benchmarks.workload import Progress
 from training.role_adapters import Kind
 from training.roles import BY_NAME, RoleCase, f1
 
-_MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # strengths of one role; divergences only
-# (kind, strength) of all roles; only FAMILY was trained to stay near base.
+_MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # strengths; divergences only
+# Only FAMILY was trained to stay near base.
 _ANSWERED = ((Kind.FAMILY, 0.5), (Kind.FAMILY, 1.0), (Kind.DEEP, 0.5), (Kind.DEEP, 1.0))
-_EVERY = 5  # every n-th question is asked
+_EVERY = 5  # every n-th question
 _LIMITS = (0.1, 0.2, 0.3, 0.4)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One question, answered by one scaled adapter in three ways.
+    """One question, answered by a scaled adapter in three ways.
 
     Args:
         reused: F1 with another role's cache; None without one.
-        same: share of the exact answer's tokens before the residual answer differs.
+        same: share of the exact answer's tokens before the residual one differs.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Recall across workflow phases, by way of remembering and KV precision."""
+"""Recall across phases by way of remembering and KV precision."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """Parameters. `scale` is relative to a full run; `tokens` is the length of a conversation, and the distance from a
-    fact to its question.
-    """
+    """Parameters. `scale` is relative to a full run; `tokens` is as in `write_exam`."""
 
     parts: tuple[str, ...] = ()
     model: str | None = None
@@ -47,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """One table of a report. `columns`: headings by row key, the first names the row; `formats` by column."""
+    """A table. `columns`: headings by row key, the first names the row; `formats`: by row key."""
 
     name: str
     title: str

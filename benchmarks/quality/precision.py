@@ -1,7 +1,7 @@
-"""Perplexity, recall and divergence by KV precision, also of copies with outlier channels and key biases (Qwen2.5).
+"""Perplexity, recall and divergence by KV precision, also of copies with outlier channels and key biases.
 
-Copies compute the same function: a RoPE pair of key channels is scaled, and queries inversely; a constant is added to a
-head's keys after RoPE, since softmax ignores a shift of all scores.
+Copies compute the same function: a RoPE pair of key channels is scaled, queries inversely; a constant is added to keys
+after RoPE, since softmax ignores a shift of all scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REFERENCE = "16 bits"
 AUTO = "auto"
 PLAIN, OUTLIERS, BIASES = "as it is", "outlier channels", "outlier channels and key biases"
 _CONVERSATIONS, _TASKS = 8, 6
-_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # for colour-blind readers (Okabe & Ito)
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # Okabe & Ito
 _SAME = 1e-4  # relative difference of a copy's logits
 _COLUMNS = {
     "format": "keys and values",
@@ -79,7 +79,7 @@ def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
 
 @dataclass(frozen=True)
 class Examined:
-    """One copy of a model; `difference` is of unquantised logits, relative to the largest."""
+    """One copy; `difference` of unquantised logits is relative to the largest."""
 
     rows: list[dict[str, Any]]
     precision: Precision
@@ -88,7 +88,7 @@ class Examined:
 
 
 class Bench:
-    """One loaded model: attached for `auto`, examined with mlx-lm's own attention."""
+    """One model: attached for `auto`, examined with mlx-lm's attention."""
 
     def __init__(self, folder: Path, plan: QualityPlan) -> None:
         read = read_model(str(folder))
@@ -244,7 +244,7 @@ PART = Part(measure_precision, {"precision": plot_precision})
 
 
 def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> None:
-    """Scale some key channels of each layer. Raises UnsupportedModel."""
+    """Scale key channels of each layer. Raises UnsupportedModel."""
     random = Random(seed)
     for attention in _attentions(model):
         dims = _rope_dims(attention)
@@ -255,7 +255,7 @@ def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> Non
 
 
 def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
-    """Add a constant to each layer's keys after RoPE, large in one channel per head."""
+    """Add a constant to keys after RoPE, large in one channel per head."""
     for index, attention in enumerate(_attentions(model)):
         keys = mx.random.split(mx.random.key(1000 * seed + index))
         heads, dims = attention.n_kv_heads, _rope_dims(attention)
@@ -267,7 +267,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """Write a copy with outlier channels; a model folder cannot express key biases."""
+    """Write a copy with outlier channels; a folder cannot hold key biases."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)
@@ -314,7 +314,7 @@ def _turned_together(attention: Any, pair: int, dims: int) -> tuple[int, int]:
 
 def _scale(attention: Any, channels: Sequence[int], factor: float) -> None:
     for (norm, projection), by in zip(zip(_NORMS, _PROJECTIONS, strict=True), (1 / factor, factor), strict=True):
-        if norm in attention:  # after the projection; one gain per channel for all heads
+        if norm in attention:  # it follows the projection; one gain per channel for all heads
             weight = attention[norm].weight
             attention[norm].weight = weight * _factors(weight.shape[0], channels, by).astype(weight.dtype)
             continue

@@ -1,7 +1,6 @@
 """Answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
 
-All ways continue the hot way's answers, so that a difference counts once. Damaged and cold turns recompute blocks in
-other steps.
+All ways continue the hot way's answers, so that a difference counts once.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from training.recall import recall_case
 HOT, WARM, EVICTED, DAMAGED, COLD = "hot", "warm: restarts", "evicted", "damaged files", "cold: computed anew"
 WAYS = (HOT, WARM, EVICTED, DAMAGED, COLD)
 _CONVERSATIONS, _TURNS = 200, 3
-_LENGTHS = (100, 300)  # tokens: shorter and longer than a block
-_DAMAGED_SHARE = 3  # one in n block files is damaged before each turn
+_LENGTHS = (100, 300)  # tokens: within and over a block
+_DAMAGED_SHARE = 3  # one in n block files
 _GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 _COLUMNS = {
     "way": "way",
@@ -44,7 +43,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Talk:
-    """Messages with facts, then (question, right answer) per turn."""
+    """Messages with facts, then questions with right answers."""
 
     told: list[dict[str, str]]
     asked: list[tuple[str, str]]

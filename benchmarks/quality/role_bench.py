@@ -1,4 +1,4 @@
-"""Role adapters for quality parts, and the embedded model outside the engine."""
+"""Role adapters, and the embedded model outside the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNLIMITED = 1e6  # no fallback to exact
 
 
 def roles_folder(plan: QualityPlan) -> Path:
-    """KIND/ROLE adapters; by default those of `python -m training roles`."""
+    """Folder of KIND/ROLE adapters; by default that of `python -m training roles`."""
     return Path(plan.adapters[0]) if plan.adapters else TRAINED
 
 
@@ -76,7 +76,7 @@ class Laboratory:
         return list(self.base.tokenizer.encode(self.base.tokenizer.chats.text(list(messages))).ids)
 
     def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
-        """Answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
+        """Answer of `reader` on the cache of `writer`, from the last prompt token on."""
         ids = self.prompt(messages)
         caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
         while len(said) <= MAX_TOKENS:

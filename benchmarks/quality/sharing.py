@@ -1,6 +1,6 @@
-"""What sharing KV between adapters does to answers of the embedded model's roles.
+"""Effects of sharing KV on answers of the embedded model's roles.
 
-In `full reuse`, a baseline outside the server, a role reads another role's cache.
+In `full reuse`, outside the server, a role reads another role's cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer every n-th question, compared with `reference`."""
+    """A way to answer every n-th question, compared with `reference`."""
 
     name: str
     kind: Kind
@@ -70,7 +70,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """`case` is the index among questions of its length; `f1` the word overlap with the expected answer."""
+    """`case`: index among questions of its length; `f1`: word overlap with the expected answer."""
 
     way: str
     role: str

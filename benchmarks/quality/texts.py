@@ -1,4 +1,4 @@
-"""Perplexity and divergence of KV formats on real texts, on the paged cache as served."""
+"""Perplexity and divergence of KV formats on real texts, on the served cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _NOTES = (
 
 
 def read_formats(names: str) -> tuple[str, ...]:
-    """Raises ConfigError."""
+    """Split and check. Raises ConfigError."""
     formats = tuple(name.strip() for name in names.split(","))
     known = (*BITS, AUTO)
     if unknown := set(formats) - set(known):
@@ -67,7 +67,7 @@ def read_formats(names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reading:
-    """In nats: losses after the first token, divergences from 16 bits at all positions."""
+    """Losses after the first token, and divergences from 16 bits, in nats."""
 
     losses: np.ndarray
     divergences: np.ndarray
@@ -131,7 +131,7 @@ class TextBench:
 
 
 def name_files(files: Sequence[str]) -> dict[str, Path]:
-    """Files with equal names are named by path."""
+    """Files by name; by path if names are equal."""
     names = Counter(Path(file).name for file in dict.fromkeys(files))
     return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
 

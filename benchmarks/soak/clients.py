@@ -1,7 +1,6 @@
-"""Random, impolite requests in every dialect, each with the answers allowed for it.
+"""Random, impolite requests in every dialect, with their allowed answers.
 
-Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers, if the server permits
-them.
+Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from benchmarks.soak.watch import Observed, Sample
 WORDS = "the a of and then who said never boat lamp key town two seven why not print(x) café 🙂 it's"
 NUM_SHARED_AGENTS = 12
 NUM_FORKS = 24
-ENDLESS = 20_000  # tokens; the client disconnects, and the server must notice
+ENDLESS = 20_000  # tokens; the client disconnects
 
 _BUSY = {(503, "overloaded"), (503, "out_of_memory"), (504, "request_timeout")}
 _GONE = {(404, "agent_not_found")}
 _TAKEN = {(409, "conflict")}
-_LOSSY = {(400, "policy_unsupported"), (400, "invalid_request_error")}  # the latter in the Anthropic dialect
+_LOSSY = {(400, "policy_unsupported"), (400, "invalid_request_error")}  # Anthropic's
 _FULL = {(507, "store_error")}  # all evictable blocks are in use
 _ANTHROPIC_CODES = {"overloaded_error": "overloaded", "timeout_error": "request_timeout"}
 
@@ -65,10 +64,7 @@ class Sharing:
 
 
 class Client:
-    """One client; `careful` ones use only their own agent.
-
-    `killed` is set before the server is killed; later HTTP errors are ignored.
-    """
+    """One client; `killed` is set before the server is killed: later HTTP errors are ignored."""
 
     def __init__(
         self,
@@ -217,7 +213,7 @@ class Client:
             if not self._allowed("delete", await self._http.delete(f"/v1/agents/{agent}"), {(200, "")} | _GONE | _BUSY):
                 return
         if self._talk and rng.random() < 0.2:
-            self._talk = self._talk[:-2]  # an edited question: the previous branch may be dropped
+            self._talk = self._talk[:-2]  # an edited question may drop the previous branch
             self._observed.confirmed.pop(agent, None)
         talk = [*self._talk, {"role": "user", "content": words(rng, 12)}]
         title = [{"role": "system", "content": words(rng, 6)}, {"role": "user", "content": words(rng, 8)}]

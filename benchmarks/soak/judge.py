@@ -1,7 +1,6 @@
-"""Judges sampled greedy answers, and blocks on disk, by computing them again on a quiet server.
+"""Judges greedy answers, and blocks on disk, by computing them again on a quiet server.
 
-4-bit rounding depends on how a prompt was cut and batched, which may change a token: so other cuts are tried. Vectors
-of blocks differ by up to 0.17 of their length on the embedded model, those of another token by more than half.
+4-bit rounding depends on how a prompt was cut and batched, which may change a token: so other cuts are tried.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 from benchmarks.soak.watch import Sample
 
-NEARLY = 0.1  # gap in log probability to the likeliest token
+NEARLY = 0.1  # log probability below the likeliest token
 MAX_WAYS = 64  # to cut a prompt
 _MAX_CUTS = 6
 _TOP = 20
 Ask = Callable[[Mapping[str, Any]], Any]  # sends a body to /v1/completions
-ALIKE = 0.5  # difference relative to a vector's length
+ALIKE = 0.5  # difference relative to a vector's length: rounding reaches 0.17, another token exceeds 0.5
 _VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest gap in log probability to the likeliest token: with the prompt in one piece, and of the best of `ways`
-    cuts.
-    """
+    """Largest gap to the likeliest token: with the prompt in one piece, and by the best of `ways` cuts."""
 
     gap: float
     smallest_gap: float
@@ -49,7 +46,7 @@ class Verdict:
 
 
 class Judge:
-    """Needs a server without other load."""
+    """Judges answers on a server without other load."""
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask
@@ -99,15 +96,12 @@ def _logprobs(answer: Any) -> Any:
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server compute and save the tokens of all lineages; return their number.
-
-    Residual KV is included if the server has the adapters and shares by default.
-    """
+    """Have a quiet server, with the adapters and shared by default, save all lineages; return their number."""
     count, adapters = 0, {each["digest"]: each["name"] for each in quiet.request("GET", "/v1/adapters")["data"]}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
         if manifest.base.num_saved:
-            # One agent per lineage: the server drops none.
+            # One agent per lineage: none is dropped.
             agent = path.stem.replace("~", ".")
             quiet.cache_prompt(_saved_tokens(path, manifest, manifest.base), agent=agent)
             count += 1
@@ -125,7 +119,7 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """By key, a block's largest relative distance from that in `quiet_dir`; infinity if missing."""
+    """By block key, the largest relative distance from `quiet_dir`; infinity if missing."""
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}
 
@@ -135,14 +129,13 @@ def _difference(path: Path, other: Path) -> float:
         return float("inf")
     vectors, others = load_file(path), load_file(other)
     residual = sorted(name for name in vectors if name.startswith("residual."))
-    if residual:  # short vectors: relative to their neighbours' usual length
+    if residual:  # relative to neighbours' usual length: vectors may be short
         return max(_apart(vectors[name].astype(np.float32), others[name].astype(np.float32)) for name in residual)
     pairs = zip(_vectors(vectors), _vectors(others), strict=True)
     return max(float(np.max(_norms(one - two) / np.maximum(_norms(two), 1e-6))) for one, two in pairs)
 
 
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
-    """[H_kv, k, D] of each layer and side."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
         data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
         group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]

@@ -1,4 +1,4 @@
-"""A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks."""
+"""A soak: impolite clients on a server with little memory, a SIGKILL, and final checks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from benchmarks.soak.judge import ALIKE, Judge, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
 
 PATIENCE = 600.0  # seconds per answer
-QUIET_SECONDS = 100.0  # the server keeps idle connections for less
+QUIET_SECONDS = 100.0  # longer than the server keeps idle connections
 HEALTH_MS = 200.0
-WARM_SECONDS = 60.0  # seconds of load in which memory may grow
+WARM_SECONDS = 60.0  # of load, in which memory may grow
 SAMPLE_EVERY = 1.0
-_NICENESS = 5  # clients get about a third of a normal thread's share
+_NICENESS = 5  # a third of a normal thread's share
 SLACK_BYTES = 24 * 10**6  # of resident memory
 GROWTH = 1.05
 
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """Parameters. `seconds` is all load, `pause` the mean seconds between a client's actions."""
+    """Parameters. `seconds` of load; `pause`: mean seconds between a client's actions."""
 
     model: str | None = None
     seconds: float = 150.0
@@ -244,7 +244,7 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        """One answer in a thousand may be slower: it may need the CPU more often than the reference thread."""
+        # One answer in a thousand may be slower: it may need the CPU more often than the reference thread.
         took, late = self._report.health_ms, self._report.late_ms
         slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
         quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and slow <= len(took) / 1000 and max(took) <= 5 * HEALTH_MS
@@ -283,7 +283,6 @@ class Soak:
 
 
 async def _yield_the_processor() -> None:
-    """Clients on the server's cores would dominate the times. Linux only."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Sample:
-    """A complete greedy answer; `adapter` is None for base."""
+    """A greedy answer; `adapter` is None for base."""
 
     dialect: str
     prompt_token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass
 class Observed:
-    """`confirmed` has the saved tokens by careful agent."""
+    """`confirmed`: saved tokens by careful agent."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Health:
-    """`late_ms` are wake-up delays of a normal thread: the load of the machine."""
+    """`late_ms`: wake-up delays of a normal thread, which show the machine's load."""
 
     milliseconds: list[float]
     late_ms: list[float]
@@ -74,7 +74,7 @@ class Health:
 
 
 class HealthWatch:
-    """Polls in another process, because the load's is busy; `seen` is set on exit."""
+    """Polls in another process; the load's is busy. `seen` is set on exit."""
 
     seen: Health
 
@@ -82,7 +82,7 @@ class HealthWatch:
         self._command = [sys.executable, "-m", __name__, str(port)]
 
     def __enter__(self) -> HealthWatch:
-        # Ctrl-C must not end it before its results are read.
+        # Ctrl-C must not end it before it reports.
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -115,8 +115,8 @@ def watch(port: int) -> Health:
 
 
 def _run_at_once() -> None:
-    """Real-time priority if permitted: latencies then exclude this thread's wake-up delay."""
-    with suppress(AttributeError, PermissionError):  # Linux, for a privileged user
+    # Latencies then exclude this thread's wake-up delay.
+    with suppress(AttributeError, PermissionError):  # privileged, on Linux
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
@@ -129,9 +129,7 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's metrics; `at` is `time.monotonic`. `open_files` includes one per child process; `accounts` of the
-    RAM ledger are by (name, state).
-    """
+    """The server's metrics. `open_files` includes one per child; `accounts` are by (name, state)."""
 
     at: float
     rss: float
@@ -167,7 +165,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
             policies[sample.labels["policy"]] += int(sample.value)
     return Numbers(
         at=time.monotonic(),
-        rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # Linux only, like the next one
+        rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # Linux only, as the next one
         open_files=plain.get("agentcache_process_open_fds", 0.0),
         children=_num_children(pid),
         tasks=plain["agentcache_asyncio_tasks"],
@@ -183,10 +181,9 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
 
 
 def _num_children(pid: int) -> int:
-    """0 without /proc, where open files are unknown too."""
     count = 0
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # an ended thread; its children move to another one
+        with suppress(OSError):  # an ended thread
             count += len(children.read_text().split())
     return count
 
