@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute a value
 # would then be quantised differently.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
-# On CUDA, MLX fails at the 801st kind of graph, which a server reaches within days.
+# On CUDA, MLX fails at the 801st kind of graph.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 # fmt: off

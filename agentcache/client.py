@@ -39,7 +39,7 @@ class Completion:
 
 
 class Client:
-    """A connection to one server. A context manager."""
+    """A connection to one server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -86,7 +86,7 @@ class Client:
         return _report(answer)
 
     def token_ids(self, text: str, salt: str) -> list[int]:
-        """Tokenise a text with the served model, which computes the tokens under that salt."""
+        """Tokenise a text; the server computes the tokens under that salt."""
         extras = {"report": True, "return_token_ids": True, "salt": salt}
         answer = self.request("POST", "/v1/completions", {"prompt": text, "max_tokens": 0, "agentcache": extras})
         return [int(token) for token in answer["choices"][0]["prompt_token_ids"]]

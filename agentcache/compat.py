@@ -33,7 +33,7 @@ _NAME, _BASE = scaled_dot_product_attention.__name__, scaled_dot_product_attenti
 
 
 def download(hub_id: str) -> Path:
-    """Folder of a Hugging Face model with the files that mlx-lm reads; fetched once."""
+    """Folder of a Hugging Face model, with what mlx-lm reads; fetched once."""
     return Path(_download(hub_id))
 
 
@@ -70,6 +70,6 @@ def set_template(wrapper: TokenizerWrapper, template: str | Mapping[str, str]) -
 
 
 def tool_format(wrapper: TokenizerWrapper) -> str | None:
-    """mlx-lm's name of the tool-call format inferred from the template: its parser's module."""
+    """mlx-lm's name of the template's tool-call format: its parser's module."""
     parser = getattr(wrapper, "tool_parser", None)
     return None if parser is None else parser.__module__.rpartition(".")[2]

@@ -128,7 +128,7 @@ class LLM:
             return
         self._wait(self._engine.close())
         self._stop_loop()
-        gc.collect()  # the model is in reference cycles; free it before another one is loaded
+        gc.collect()  # the model is in reference cycles
         mx.clear_cache()
 
     def _stop_loop(self) -> None:
@@ -261,10 +261,7 @@ class LLM:
         adapter: str | None = None,
         policy: Policy | str | None = None,
     ) -> AgentInfo:
-        """Create an agent with the memory of another, or of one of its lineages; adapter and policy can change.
-
-        Raises NotFound, InvalidRequest, Conflict.
-        """
+        """Copy an agent, or one lineage; None keeps a setting. Raises NotFound, InvalidRequest, Conflict."""
         return self._call(ForkAgent(agent_id, new_id, lineage, adapter, _policy(policy)))
 
     def import_agent(self, agent_id: str, path: str | Path) -> AgentInfo:
@@ -280,7 +277,7 @@ class LLM:
         return self._call(RestoreAgent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
-        """Free the RAM of an agent, or of a lineage, of one `kind` (`base`, `residual`) or all. Files stay."""
+        """Free an agent's or a lineage's RAM, of one `kind` (`base`, `residual`) or all. Files stay."""
         return self._call(EvictAgent(agent_id, lineage, kind))
 
     def stats(self) -> CacheStats:

@@ -14,7 +14,7 @@ class Notation(StrEnum):
 
 @dataclass(frozen=True)
 class TextForm:
-    """A constraint on all of the answer's text. `param`: request parameter named in errors."""
+    """A constraint on the whole text; errors name `param`."""
 
     notation: Notation
     definition: str
@@ -23,7 +23,7 @@ class TextForm:
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool that the answer may call; `schema` is of its arguments. Errors name `param` or `name_param`."""
+    """A tool; `schema` is of its arguments. Errors name `param` or `name_param`."""
 
     name: str
     schema: str

@@ -1,4 +1,4 @@
-"""Description of the served model, its cache and its adapters."""
+"""The served model, its cache and its adapters."""
 
 from __future__ import annotations
 
@@ -33,18 +33,15 @@ class AdapterInfo:
 
 
 class GroupKind(StrEnum):
-    FULL = "full"  # KV of all tokens
-    WINDOW = "window"  # KV of recent tokens
-    LATENT = "latent"  # compressed KV (MLA)
+    FULL = "full"
+    WINDOW = "window"
+    LATENT = "latent"  # MLA
     STATE = "state"  # checkpoints of recurrent state
 
 
 @dataclass(frozen=True)
 class CacheGroupInfo:
-    """A cache group in reports.
-
-    `window`: tokens attended to; None for all. `bytes_per_snapshot`: of recurrent state, or 0. `packing`: KV format.
-    """
+    """A cache group in reports. `window`: tokens attended to; None for all."""
 
     name: str
     kind: GroupKind

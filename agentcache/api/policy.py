@@ -19,7 +19,7 @@ class Policy(StrEnum):
 
 RESIDUAL_IS_OFF = "the policy 'residual' is not exact; --max-divergence above 0 allows it, and is 0"
 LOSSY = frozenset({Policy.RESIDUAL, Policy.RESIDUAL_SHARED_A})
-# A published lossy policy, with an error of its own.
+# Published, but lossy.
 REFUSED_POLICIES = ("full-reuse",)
 
 

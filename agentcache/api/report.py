@@ -25,7 +25,7 @@ class CacheState(StrEnum):
     COLD = "cold"
     WARM = "warm"
     HOT = "hot"
-    UNAVAILABLE = "unavailable"  # agents only: files cannot be read now
+    UNAVAILABLE = "unavailable"  # agents only
 
 
 class StepDown(StrEnum):
@@ -76,7 +76,7 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class Volatile:
-    """Changed lines of the system prefix, such as times; `moved` to a notice behind the history (`stable_prefix`)."""
+    """Changed lines of the system prefix; `moved` to a notice behind the history (`stable_prefix`)."""
 
     lines: tuple[str, ...]
     moved: bool

@@ -67,12 +67,12 @@ class SamplingParams:
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidRequest("seed must be a whole number.", param="seed")
         _check_stop(self.stop)
-        object.__setattr__(self, "stop", tuple(self.stop))  # a list is accepted, too
+        object.__setattr__(self, "stop", tuple(self.stop))
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Defaults; None leaves a value to a later source (`over`). Raises InvalidRequest, as `SamplingParams`."""
+    """Defaults; None leaves a value to a later source (`over`). Raises InvalidRequest."""
 
     temperature: float | None = None
     top_p: float | None = None

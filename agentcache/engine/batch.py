@@ -206,7 +206,7 @@ class Batch:
         return self._started.done_at - self._started.began_at
 
     def choose(self, seconds: float) -> list[LateToken]:
-        """Choose tokens by grammars. Returns those whose mask is not ready in `seconds`."""
+        """Choose by grammars. Returns tokens whose mask is not ready in `seconds`."""
         assert self.choice is not None
         self.awaits_choice, choice = False, self.choice
         late = choice.late(seconds)

@@ -14,7 +14,7 @@ from agentcache.plans.step_inputs import StepMaker
 
 
 class BatchBuilder:
-    """Builds batches from the scheduler's plans: each row's inputs, reads and writes."""
+    """Builds batches from the scheduler's plans."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, eos_ids: Collection[int]) -> None:
         self._runner = runner

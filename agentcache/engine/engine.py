@@ -37,7 +37,7 @@ log = logging.getLogger("agentcache.engine")
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine, made by `open_engine`."""
+    """An engine's parts, made by `open_engine`."""
 
     loaded: LoadedModel
     caches: KeptCaches
@@ -189,7 +189,7 @@ class Engine:
             self.end(running, error)
 
     def fail_all(self, error: AgentCacheError) -> None:
-        """Send an error to all requests and change nothing else."""
+        """Send an error to all requests; change nothing else."""
         for running in list(self.requests):
             running.output.emit(error)
 

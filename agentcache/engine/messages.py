@@ -48,8 +48,6 @@ def dispatch(engine: Engine, message: Message[T], reply: Reply[T]) -> None:
 
 
 class Submit(SubmittedRequest, Message[Update]):
-    """Compute a request. The last reply has a report."""
-
     def handle(self, engine: Engine, reply: Reply[Update]) -> None:
         engine.add(_running_request(self, engine.served.tokenizer, reply))
 
@@ -69,8 +67,6 @@ class Cancel(Message[None]):
 
 @dataclass(frozen=True)
 class MeasurePrecision(Message[Measuring]):
-    """One forward pass of the precision search."""
-
     def handle(self, engine: Engine, reply: Reply[Measuring]) -> None:
         reply(engine.measure_precision())
 
@@ -106,8 +102,6 @@ class DropAdapter(Message[None]):
 
 @dataclass(frozen=True)
 class RelieveMemory(Message[None]):
-    """Report memory pressure, on change and while it lasts."""
-
     level: Level
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:

@@ -70,7 +70,7 @@ _WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
 STEPS_PROBED = "steps.json"
 _EMBEDDED_NAME = "agentcache-embedded"
-DIVERGENCES = "divergences.json"  # written by precision searches
+DIVERGENCES = "divergences.json"
 
 
 def open_engine(

@@ -34,8 +34,6 @@ class Shown:
 
 @dataclass(frozen=True)
 class Generated:
-    """Text for the transcript, with its tokens."""
-
     text: str
     ids: Sequence[int]
     ends: Sequence[int]

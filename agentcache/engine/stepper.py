@@ -53,7 +53,7 @@ class Stepper:
         self._fail = fail
         self._hand_over = hand_over
         self._under_way: Step | None = None
-        self._holds_buffers = False  # temporaries of finished chunks
+        self._holds_buffers = False  # of finished chunks
         self._late: list[LateToken] = []  # missing tokens of finished batches
 
     @property
@@ -102,7 +102,7 @@ class Stepper:
         self.release_buffers()
 
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
-        """Fail the requests of these steps. Their blocks are not published."""
+        """The blocks of these steps are not published."""
         if self._served.ranks > 1:  # other ranks may have computed another part
             stop("a step has failed, and the other ranks are out of step", error)
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
@@ -172,7 +172,6 @@ class Stepper:
             self._take(running, result.token, result.score)
 
     def _is_rejected(self, running: RunningRequest) -> bool:
-        """Whether the prompt is rejected, to be computed in another way."""
         why = None if running.num_generated else running.open_plan.verdict()
         return why is not None and self._admission.fall_back(running, why)
 

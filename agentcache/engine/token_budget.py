@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 SMALLEST_CHUNK = 32  # smaller chunks cost nearly as much
 _LARGEST_IDLE_CHUNK = 2048
-_IDLE_STALLS = 4  # stalls per chunk while no request decodes
+_IDLE_STALLS = 4
 PATIENCE = 10  # stalls by which one side may exceed its share
 _MOST_PATIENCE = 2.0  # seconds
 _DEPTH_UNIT = 256

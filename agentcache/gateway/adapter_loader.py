@@ -68,11 +68,11 @@ class AdapterLoader:
         return tuple(self._table.info(adapter) for adapter in self._table)
 
     def get(self, name: str) -> ServedAdapter:
-        """Raises NotFound."""
+        """The served adapter. Raises NotFound."""
         return self._table.get(name)
 
     async def load(self, folder: AdapterFolder) -> AdapterInfo:
-        """Serve an adapter folder under a name, replacing an earlier one. Raises InvalidRequest, UnsupportedAdapter."""
+        """Serve an adapter folder, replacing one of its name. Raises InvalidRequest, UnsupportedAdapter."""
         name = check_adapter_name(folder.name)
         try:
             async with self._loading:
@@ -93,7 +93,7 @@ class AdapterLoader:
             return await self._in_background(read_adapter, path, self._model.modules, self._max_bytes)
         except UnsupportedAdapter as error:
             raise type(error)(error.message, param="path") from None
-        except OSError as error:  # such as an invalid path
+        except OSError as error:
             raise UnreadableAdapter(f"the folder cannot be read: {error!s:.200}", param="path") from None
 
     def _serve(self, name: str, folder: AdapterFolder, source: AdapterSource) -> ServedAdapter:

@@ -79,8 +79,6 @@ class Turn:
 
 
 class AgentTurns:
-    """The queues of all agents."""
-
     def __init__(self) -> None:
         self._turns: dict[str, list[Turn]] = {}
 

@@ -92,7 +92,7 @@ class Receiver:
 
 
 class Completions:
-    """Queues requests by agent, prepares their prompts on workers, and submits them. On the event loop."""
+    """Queues requests by agent, prepares prompts on workers, submits them. On the event loop."""
 
     def __init__(
         self, config: Config, thread: EngineThread, workers: Workers, turns: AgentTurns, adapters: AdapterLoader
@@ -179,7 +179,7 @@ class Completions:
             read = self._reading(request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
-            # Earlier requests may have changed the agent, so the prompt may have to be read again.
+            # Earlier requests may have changed the agent: then read the prompt again.
             agents = self._thread.view.agents
             if system_of(request, agents) == system and _has_read(prompt, transcripts_for(request, agents)):
                 return prompt, claim

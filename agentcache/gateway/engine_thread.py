@@ -63,7 +63,7 @@ class EngineThread:
 
     @property
     def view(self) -> EngineView:
-        """Raises EngineStopped, or Overloaded while shutting down."""
+        """The latest view. Raises EngineStopped, or Overloaded while shutting down."""
         if isinstance(self.failure, EngineStopped):
             raise self.failure
         if self.failure is not None:
@@ -157,13 +157,13 @@ class EngineThread:
         self._inbox.put(function)
 
     def is_awaited(self) -> bool:
-        """For any thread."""
+        """Whether functions are pending. For any thread."""
         return not self._inbox.empty()
 
     def tell(self, message: Message[Any], receive: Receive = lambda reply: None) -> None:
         """Send a message; `receive` gets the replies on the event loop."""
         engine = self.engine
-        assert engine is not None  # callers have read its `view`
+        assert engine is not None
         self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
     def ask(self, message: Message[T]) -> asyncio.Future[T]:

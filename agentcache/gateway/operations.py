@@ -31,7 +31,7 @@ class Operation(Message[T_co]):
 
     @property
     def existing(self) -> str | None:
-        """An agent whose files are looked at again if it is unavailable."""
+        """An agent whose files are read again if it is unavailable."""
         return None
 
     @property
@@ -169,14 +169,14 @@ class DeleteAgent(_OnAgent[None]):
 
 
 class SaveAgent(_OnAgent[AgentInfo]):
-    """Reply once all data of an agent, or one lineage, is on disk. Raises NotFound, StoreError."""
+    """Reply once an agent, or one lineage, is on disk. Raises NotFound, StoreError."""
 
     def handle(self, engine: Engine, reply: Reply[AgentInfo]) -> None:
         engine.operations.save(self.agent_id, _show(self.agent_id, engine, reply), self.lineage)
 
 
 class RestoreAgent(_OnAgent[RestoreReport]):
-    """Load the blocks of an agent, or one lineage, from disk into RAM. Raises NotFound."""
+    """Load an agent, or one lineage, from disk into RAM. Raises NotFound."""
 
     def handle(self, engine: Engine, reply: Reply[RestoreReport]) -> None:
         engine.operations.restore(self.agent_id, reply, self.lineage)

@@ -159,7 +159,7 @@ class Workers:
             return
         try:
             self._threads.append(start_thread(self._name, self._work, self._died))
-        except RuntimeError as error:  # the system has no thread left
+        except RuntimeError as error:
             if not self._threads:
                 raise Overloaded(f"no thread can be started: {error}") from error
 

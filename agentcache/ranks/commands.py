@@ -1,7 +1,7 @@
-"""Commands of rank 0 to the workers, and their answers: msgpack of tagged structs.
+"""Commands of rank 0 to the workers, and their answers, as msgpack.
 
-A command with a `number` is a question; its answer, in bytes, comes with a later message. A handle is rank 0's number
-for an array of a block's bytes, of which each worker keeps its part.
+A command with a `number` is a question, whose answer comes with a later message. A handle is rank 0's number for an
+array of block bytes, of which each worker keeps its part.
 """
 
 from __future__ import annotations
@@ -182,8 +182,6 @@ class Forget(_Command, frozen=True):
 
 
 class Block(_Part, frozen=True):
-    """A block's header, and the handle of its bytes."""
-
     handle: int
     header: BlockHeader
 

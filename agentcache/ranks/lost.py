@@ -58,7 +58,7 @@ _CUT = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLL
 
 
 class Connections:
-    """Polls the connections to neighbour ranks, whose sockets MLX owns. Without them, losses are not detected."""
+    """Polls the connections to neighbour ranks, whose sockets MLX owns; without sockets, only silence shows a loss."""
 
     def __init__(self, sockets: Sequence[int] = ()) -> None:
         self._poll = select.poll()

@@ -300,7 +300,7 @@ class RemoteHandles:
         return id(data) in self._by_id
 
     def of(self, data: Array) -> int:
-        """Raises BrokenInvariant if the workers keep no parts of `data`."""
+        """The handle of `data`. Raises BrokenInvariant without one."""
         if not self.has(data):
             raise BrokenInvariant("the bytes of a block have no handle: other ranks do not have their parts")
         return self._by_id[id(data)]

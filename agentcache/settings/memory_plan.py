@@ -29,7 +29,7 @@ class DeviceMemory:
 
     @property
     def reserve(self) -> int:
-        """For the system and other programs: an eighth, within 1 and 4 GiB, but at most a quarter."""
+        """For other programs: an eighth, between 1 and 4 GiB, but at most a quarter."""
         return min(max(self.total // 8, GIB), 4 * GIB, self.total // 4)
 
     @property

@@ -19,7 +19,7 @@ def _entries(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter to load at start."""
+    """A folder to serve as an adapter."""
 
     name: str
     path: str
@@ -59,7 +59,7 @@ def _adapter(name: str, value: Any) -> AdapterFolder:
 
 
 ANY_CLIENT = "*"
-RESPONSES_AGENT = "responses"  # of stored responses
+RESPONSES_AGENT = "responses"
 SHARED_LINEAGES = 32  # fewest of an agent that clients share
 
 

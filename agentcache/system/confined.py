@@ -66,8 +66,8 @@ class ConfinedWork:
     ) -> tuple[bytes, bytearray]:
         """Return the kind and content of a request's reply.
 
-        `request`: parts, emptied as they are sent, to free memory. `go_on`: called periodically; raises if the reply is
-        not needed any more. Raises OverLimit, ReplyTooLong, ChildBroke, or Overloaded if no process can be started.
+        `request`: parts, emptied as they are sent. `go_on`: called periodically; raises if the reply is not needed any
+        more. Raises OverLimit, ReplyTooLong, ChildBroke, or Overloaded if no process can be started.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -101,7 +101,7 @@ class _Process:
                     stdout=other.fileno(),
                     stderr=subprocess.DEVNULL,
                 )
-            except OSError as error:  # no process, memory or file descriptor is left
+            except OSError as error:
                 self._socket.close()
                 raise Overloaded(f"no process can be started: {error.strerror}") from error
         self._socket.settimeout(_LOOK_SECONDS)

@@ -30,7 +30,6 @@ def describe_run(benchmark: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """`preloaded` is the preloaded BLAS, if any."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),

@@ -1,7 +1,6 @@
 """The machine's memory: total, available, and its pressure in three levels.
 
-Linux: /proc, cgroups (version 2) and resource limits; see proc(5), getrlimit(2), the kernel's psi.rst and
-cgroup-v2.rst. macOS: sysctl.
+Linux: proc(5), getrlimit(2), the kernel's psi.rst and cgroup-v2.rst. macOS: sysctl.
 """
 
 from __future__ import annotations

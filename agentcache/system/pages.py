@@ -55,7 +55,7 @@ def take_pages(begin: int, num_bytes: int) -> bool:
 
 
 def pages_within(begin: int, end: int) -> tuple[int, int]:
-    """The whole pages between two addresses: begin and end; both `end` if there are none."""
+    """Begin and end of the whole pages between two addresses; both `end` without any."""
     first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
     return (first, last) if first < last else (end, end)
 
