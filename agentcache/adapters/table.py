@@ -1,4 +1,4 @@
-"""Adapters by name: meanings, users, and which weights to drop."""
+"""Adapters by name: meanings, users, weights to drop."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def resolve_policy(
 
 
 class AdapterTable:
-    """Adapters by name; their users and weights on the device, by digest."""
+    """Adapters by name; users and weights by digest."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -152,7 +152,7 @@ class AdapterTable:
         return sum(self._resident.values())
 
     def victims(self, nbytes: int) -> list[str] | None:
-        """Return unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
+        """Return unused digests to drop for `nbytes` more, least recently used first, or None."""
         excess, chosen = self.resident_bytes + nbytes - self.budget, list[str]()
         for digest, held in self._resident.items():
             if excess <= 0:

@@ -1,5 +1,3 @@
-"""Block tables and origin paths of a running request."""
-
 from __future__ import annotations
 
 from array import array
@@ -39,7 +37,7 @@ class PathBlock(NamedTuple):
 
 @dataclass(eq=False)
 class OriginPath:
-    """A request's blocks of one origin: full published `nodes`, then cached ones `ahead` of its end.
+    """A request's blocks on one path: full published `nodes`, then cached ones `ahead` of its end.
 
     `tail` has the unfinished block's first tokens.
     """
@@ -67,7 +65,7 @@ class OriginPath:
 
 @dataclass(eq=False)
 class BlockTables:
-    """Block tables of one running request.
+    """Block tables of a running request.
 
     Attributes:
         root: chain key of the namespace.

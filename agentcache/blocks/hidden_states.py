@@ -133,7 +133,7 @@ class HiddenStateCache:
 
 
 class HiddenStateReader:
-    """A request's cached hidden states, from block number `first` on."""
+    """A request's hidden states, from block number `first` on."""
 
     def __init__(self, first: int, slots: Sequence[int]) -> None:
         self.end = (first + len(slots)) * BLOCK_SIZE

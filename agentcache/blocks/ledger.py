@@ -2,12 +2,12 @@
 
 A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
-    base.KIND               base's KV, by attention kind
-    residual.ADAPTER.KIND   residual KV; one share for all adapters, lent to base while unused
+    base.KIND               KV by attention kind
+    residual.ADAPTER.KIND   one share for all adapters, lent to base while unused
     adapters                their weights
     stacks                  stacked adapters; on loan
     state                   recurrent state; its floor is its budget
-    trunk                   hidden-state cache; apart
+    trunk                   hidden states; apart
     weights                 the model's; apart
     transcripts             apart; above the floor while unsaved
     temporaries             estimate for the last step; apart
@@ -103,7 +103,7 @@ class Account:
             self.release(self.claimed - num_bytes)
 
     def borrow(self, num_bytes: int) -> None:
-        """Set the claim to `num_bytes`, or less if other accounts cannot release enough."""
+        """Set the claim to `num_bytes`, or to all that there is room for."""
         missing = num_bytes - self.claimed
         if missing > 0 and not self.ask(missing):
             num_bytes = self.claimed + max(0, self.room)

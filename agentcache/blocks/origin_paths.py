@@ -122,7 +122,7 @@ class NamedBlock(NamedTuple):
 
 
 class NamedSnapshot(NamedTuple):
-    """A checkpoint, by the chain key of the block that ends there."""
+    """A checkpoint, by its block's chain key."""
 
     num_tokens: int
     chain: str

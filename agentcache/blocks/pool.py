@@ -64,7 +64,7 @@ class BlockPool:
         self._moves.append((source, target))
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Return and clear the moves (source, target). Copy their bytes before any other use of the arena."""
+        """Return and clear moves (source, target). Copy them before any other use of the arena."""
         moves, self._moves = self._moves, []
         return moves
 

@@ -235,7 +235,7 @@ class PrefixCache:
         self.slots.prune(node)
 
     def evict(self, blocks: Iterable[NamedBlock]) -> None:
-        """Free the slots of unread blocks without pending writes, last ones first."""
+        """Free slots of unread blocks without pending writes, last first."""
         found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
             if self.snapshots is not None and self.snapshots.index in groups:
@@ -275,7 +275,7 @@ class Checkpoints:
     def keep(
         self, sequence: BlockTables, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
     ) -> int | None:
-        """List a checkpoint after `num_tokens` tokens and return its slot; None if one exists or there is no room.
+        """List a checkpoint after `num_tokens` and return its slot; None if one exists or there is no room.
 
         RAM keeps a request's last two longest. With `lasts`, this one as long: other conversations start there. With
         `starts_next`, it stays one of the two: the next prompt probably starts there.

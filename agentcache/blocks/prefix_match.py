@@ -1,5 +1,3 @@
-"""Matches prompts with transcripts."""
-
 from __future__ import annotations
 
 from array import array
@@ -30,7 +28,7 @@ def match_text(
 ) -> PromptMatch:
     """Tokenise a prompt in marked text, keeping the transcript's tokens that still hold.
 
-    The ids equal `encode(text)`, but generated text keeps its ids. Only text after the last common control token is
+    The ids equal `encode(text)`, but generated text keeps its ids. Only text after a common control token is
     encoded: its tokens do not depend on text before.
     """
     shared = len_common_prefix(transcript.text, text)

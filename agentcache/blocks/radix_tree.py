@@ -147,7 +147,7 @@ class RadixTree:
     def match_prefix(
         self, root: str, packed: bytes, usable: Callable[[Node], bool], origin_of: Callable[[int], str]
     ) -> list[Node]:
-        """Return the longest path of usable full blocks. `origin_of` maps a block's end to its KV origin."""
+        """Return the longest path of usable full blocks. `origin_of`: KV origin by block end."""
         node, nodes = self.peek(root), []
         width = BLOCK_SIZE * BYTES_PER_TOKEN
         for start in range(0, len(packed) - width + 1, width):

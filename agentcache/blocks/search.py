@@ -268,10 +268,7 @@ def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -
 def match_hidden_states(
     cached: Cached, finder: PrefixFinder, limit: int, states: HiddenStateCache, cut: int, *, durable: bool = False
 ) -> Cached:
-    """Return `cached`, found by `finder`, extended by hidden states.
-
-    `durable`: an agent keeps all blocks, even before a window.
-    """
+    """Extend `cached`, found by `finder`, by hidden states. `durable`: an agent keeps blocks even before a window."""
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)
     ahead = base.nodes_after(start, durable=durable)
     count = states.match(HiddenStateKey(node.chain, cut) for node in ahead)

@@ -25,7 +25,7 @@ _LEAST_SLOTS = 2
 MOST_SAVED = 3
 DEFAULT_INTERVAL = 2048  # also the minimum
 _INTERVAL_WITHOUT_ATTENTION = 8192
-# On disk, twice the KV of the same tokens, a fifth of it for system prompts and idle agents.
+# Cost on disk: twice the same tokens' KV, a fifth of it for system prompts and idle agents.
 _COST = 2 / 1.25
 
 
@@ -240,7 +240,7 @@ def choose_saved(
     returns: Collection[int] = (),
     final: bool = False,
 ) -> list[int]:
-    """Choose at most `MOST_SAVED` of a lineage's checkpoints to keep on disk, by position.
+    """Choose at most `MOST_SAVED` checkpoints to keep on disk, by position.
 
     Args:
         found: in RAM or on disk.

@@ -1,5 +1,3 @@
-"""Transcripts: text and tokens of an agent's context."""
-
 from __future__ import annotations
 
 import sys
@@ -103,7 +101,7 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Read it if it left RAM. Any thread. Raises StoreError."""
+        """Read the content if it left RAM. Any thread. Raises StoreError."""
         content = self._content or self._unowned()
         if content is None:
             assert self._read is not None

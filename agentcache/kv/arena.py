@@ -77,7 +77,7 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks, uint8 [n] each, between steps; they are not kept."""
+        """Write blocks, uint8 [n] each, between steps. They may change afterwards."""
         if shares_memory():
             self._put_in_place(block_ids, blocks)
             return
@@ -161,7 +161,7 @@ class LayerArena:
         return [array for _, side in self.sides for array in side.arrays()]
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
-        """A copy over the next `arrays`, for tracing: as `arrays()`, then the append kernel's result."""
+        """A copy over the next of `arrays`, for tracing: as `arrays()`, then the append kernel's result."""
         made = copy.copy(self)
         made.keys = self.keys.made_of(arrays)
         made.values = None if self.values is None else self.values.made_of(arrays)

@@ -239,6 +239,6 @@ def set_memory_limit(limit: int) -> int:
 
 
 def note_resized() -> None:
-    """Call after a resize of arenas."""
+    """Adjust MLX's limit; call after a resize."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()

@@ -1,4 +1,4 @@
-"""Byte layout of a block's tensors, in files and in arenas."""
+"""Byte layout of a block's tensors, in files and arenas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional measurements per cached token; attention does not read them."""
+"""Optional measurements per cached token."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class LayerPacking:
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """Choose groups of 64, else 32, that divide all head dimensions. Raises UnsupportedModel."""
+    """Choose groups of 64, else 32, that divide all `dims`. Raises UnsupportedModel."""
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
             return Quantisation(bits, group_size)

@@ -17,7 +17,7 @@ from agentcache.kv.spec import TensorSpec
 
 
 def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
-    """Return an evaluated array on the default device. `content`: uint8 [n]; None leaves memory untouched."""
+    """Return an evaluated array. `content`: uint8 [n]; None leaves memory untouched."""
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
     mx.eval(array)
@@ -25,7 +25,7 @@ def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | No
 
 
 def upload(data: Array) -> mx.array:
-    """Return an evaluated copy of `data`, contiguous uint8 [n, bytes], on the default device.
+    """Return an evaluated copy of `data`, contiguous uint8 [n, bytes].
 
     Not by `mx.array`: the device would fetch its managed memory page by page.
     """
@@ -64,7 +64,7 @@ class _NpyFile:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        """No read crosses the header's end."""
+        """MLX never reads across the header's end."""
         begin = self._position
         self._position += len(buffer)
         if begin < self._header.size:

@@ -67,7 +67,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """State of one recurrent layer, as in mlx-lm's `ArraysCache`; None for entries that stay empty."""
+    """One recurrent layer's state, as in mlx-lm's `ArraysCache`; None for entries that stay empty."""
 
     index: int
     tensors: tuple[StateTensor | None, ...]

@@ -22,7 +22,7 @@ _MAX_SLICES = 16  # beyond, one scatter is cheaper
 
 
 class RaggedBlocks:
-    """Concatenated blocks of non-empty rows. `starts`: each block's first position."""
+    """Blocks of non-empty rows. `starts`: each block's first position."""
 
     def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
@@ -302,8 +302,8 @@ class StepCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append as mlx-lm's caches do, but return handles."""
         if self.arena.values is None:
-            # MLA stores latent and rope part as one key. The model multiplies its queries' rope part by the result:
-            # the identity [1, 1, D_rope, D_rope] leaves it unchanged.
+            # MLA stores latent and rope part as one key. The model multiplies its queries' rope part by the result,
+            # here the identity.
             kv = self.update(mx.concatenate([keys, values], axis=-1), None)
             self._written = Handle(kv, keys.dtype), mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
         else:

@@ -1,5 +1,3 @@
-"""Use of the hidden-state cache by one plan."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HiddenStateUse:
-    """Hidden-state blocks that an open plan reads, until read, and fills, at layers that loaded adapters need."""
+    """Hidden states that an open plan reads and fills, at layers that loaded adapters need."""
 
     def __init__(self, cache: HiddenStateCache, adapters: AdapterWeightSet) -> None:
         self._cache = cache

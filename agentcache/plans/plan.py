@@ -138,7 +138,7 @@ class RequestPlan(ABC):
         """Return the longest prefix that the plan can continue."""
 
     def open(self, cached: Cached, *, busy: bool) -> None:
-        """Take the blocks of all caches, or none, and copy those that are due; `loads` stay due.
+        """Take the blocks of all caches, or none, and copy due ones; `loads` stay due.
 
         `busy`: other plans are open and keep what they need. Raises OutOfBlocks.
         """
@@ -192,7 +192,7 @@ class RequestPlan(ABC):
 
     @abstractmethod
     def needs(self, in_flight: int, num_tokens: int) -> Sequence[tuple[KeptCache, BlockTables, int]]:
-        """Tokens to reserve in each cache for the next `num_tokens` tokens."""
+        """Tokens to reserve per cache for the next `num_tokens`."""
 
     @property
     def extend_step(self) -> ExtendStep | None:

@@ -68,7 +68,7 @@ class Planner:
         return None if support is None else support.shape_of
 
     def load(self, content: Content) -> bool:
-        """As `AdapterWeightSet.load`; also opens the adapter's residual cache."""
+        """Load as `AdapterWeightSet.load`, and open the residual cache."""
         is_complete = self.adapters.load(content)
         if isinstance(content, AdapterContent):
             self.residuals.open_for(content.adapter)

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 class ResidualKV:
     """Residual KV on top of base's KV.
 
-    `paired_from`: first token whose base KV is written in the same step as its residuals. `is_family`: base's rows
-    write the residuals.
+    `paired_from`: first token whose base KV is written with its residuals. `is_family`: base's rows write residuals.
     """
 
     cache: KeptCache

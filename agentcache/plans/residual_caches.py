@@ -40,13 +40,13 @@ class ResidualCaches:
         self._ledger = ledger
         self.support = support
         self._max_divergence = max_divergence
-        # Loaded adapters by family and digest.
+        # By family and digest.
         self._members: dict[str, dict[str, Adapter]] = {}
         # By adapter, cache, salt and first tokens; most recently used last.
         self._too_far: OrderedDict[tuple[str, str, str, bytes], float] = OrderedDict()
 
     def open_for(self, adapter: Adapter) -> None:
-        """Open a loaded adapter's cache. A family's second member also opens the family's."""
+        """Open a loaded adapter's cache, and for a second member the family's."""
         if self.support is None:
             return
         try:
@@ -79,7 +79,7 @@ class ResidualCaches:
         self._persistence.open_cache(KeptCache(name, spec, prefix, arenas))
 
     def close_for(self, digest: str) -> None:
-        """Close an unloaded adapter's cache. A family's last member also closes the family's."""
+        """Close an unloaded adapter's cache, and with the last member the family's."""
         self._close(residual_cache(digest))
         family = next((family for family, members in self._members.items() if digest in members), None)
         if family is not None:

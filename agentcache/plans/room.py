@@ -117,7 +117,7 @@ class Room:
         )
 
     def check_residuals(self, cache: KeptCache, cached: Cached, num_tokens: int) -> None:
-        """Raise OutOfBlocks unless a request with residuals in `cache` fits, with base's blocks."""
+        """Raise OutOfBlocks unless a request with residuals in `cache` fits."""
         lacking, spare = self._lacking(cache, cached.own, num_tokens)
         left = self._base.ledger.share_left(RESIDUAL)
         if lacking > left + spare:

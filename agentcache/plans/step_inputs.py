@@ -1,5 +1,3 @@
-"""Inputs and memory of steps of several plans."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from agentcache.plans.plan import RequestPlan
 
 
 class StepMaker:
-    """Makes the inputs of steps. The first rows are the plans', in order."""
+    """Makes inputs of steps, whose first rows are the plans', in order."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
         self._runner = runner
