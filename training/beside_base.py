@@ -60,7 +60,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """Return KV of base's weights for a layer's input, as mlx-lm's Qwen3 does."""
+    """Return KV of base's weights for a layer's input (Qwen3)."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)

@@ -69,7 +69,6 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Join paragraphs and a final request."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])

@@ -15,7 +15,7 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Relation:
-    """A kind of fact, in texts with {s} for the subject and {v} for the value.
+    """A kind of fact; texts have {s} for the subject, {v} for the value.
 
     `subject`, `value`: keys of `words.LISTS`. `first`: texts in the first person.
     """
@@ -168,7 +168,6 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """Return all two-hop questions that `facts` answer."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():

@@ -1,4 +1,4 @@
-"""The model in training: mlx-lm's Qwen3 with KV rounded like the 4-bit cache."""
+"""The model in training: mlx-lm's Qwen3 with KV rounded to 4 bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
 
 
 class RoundedCache:
-    """A stateless cache that rounds KV to 4 bits; gradients bypass that (Bengio et al. 2013)."""
+    """A stateless cache that rounds KV; gradients bypass that (Bengio et al. 2013)."""
 
     offset = 0
 

@@ -1,4 +1,4 @@
-"""The prisoner's dilemma as one of three agents sees it, in the workflow's phases."""
+"""The prisoner's dilemma as one of three agents sees it."""
 
 from __future__ import annotations
 

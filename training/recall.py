@@ -1,4 +1,4 @@
-"""Held-out recall: facts that training never states, asked for many tokens later."""
+"""Recall of facts that training never states, many tokens later."""
 
 from __future__ import annotations
 

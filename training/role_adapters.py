@@ -191,7 +191,7 @@ class RoleTrainer:
         layers, parts = self.base.model.layers, self.base.model.model
         base = base_pass(layers if self.recipe.closeness else layers[: self._first], parts.embed_tokens(ids))
         mx.eval(base.inputs, [(each.keys, each.values) for each in base.layers])
-        # It must be right with shared KV and with its own.
+        # The adapter must be right with shared and own KV.
         is_shared = bool(self.recipe.closeness) and step % 2 == 1
 
         def loss_of(trained: Matrices) -> mx.array:

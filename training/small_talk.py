@@ -1,4 +1,4 @@
-"""Small talk: greetings, the assistant's identity, and items to remember."""
+"""Small talk: greetings, identity, and items to remember."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool-call dialogues: arguments come from the question or the last observation."""
+"""Tool-call dialogues, with arguments from the question or the last result."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trains a model, with float32 parameters and arithmetic in `dtype`."""
+    """Trains a model: float32 parameters, arithmetic in `dtype`."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype

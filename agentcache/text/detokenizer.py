@@ -14,7 +14,7 @@ _SPACE = "▁"
 
 
 class DummySpace(Enum):
-    """Leading space that the tokenizer has added: none, any first one, or a single one."""
+    """First space that the tokenizer has added: none, any, or one that is single."""
 
     NONE = auto()
     ANY = auto()
@@ -24,8 +24,7 @@ class DummySpace(Enum):
 class Detokenizer:
     """Converts one reply's tokens to text.
 
-    `ends[i]` is the text's length after token i. If that token leaves a character open, it is final after a later one
-    or `finish`.
+    `ends[i]`: the text's length after token i, not final while a character is incomplete.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Detokenizer:
 
 
 class TokenBytes:
-    """Decodes single tokens to bytes. Raises UnsupportedModel if `decoder` does not work token by token."""
+    """Decodes single tokens to bytes. Raises UnsupportedModel if `decoder` cannot."""
 
     def __init__(
         self,

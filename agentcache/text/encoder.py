@@ -31,8 +31,7 @@ _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    Sections (between control tokens) with marks use a tokenizer that knows control tokens by their marks: their strings
-    are text.
+    Sections (between control tokens) with marks use a tokenizer that knows control tokens by marks, not strings.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -48,7 +47,7 @@ class MarkedEncoder:
         self._made_plain_backend: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise without adding special tokens. Raises InvalidRequest for lone surrogates, and as `limit`."""
+        """Tokenise without special tokens. Raises InvalidRequest for lone surrogates, and as `limit`."""
         self.check_length(len(text), limit)
         check_characters(text, None)
         limit.go_on()
@@ -69,7 +68,7 @@ class MarkedEncoder:
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
 
     def check_length(self, num_chars: int, limit: WorkLimit) -> None:
-        """Refuse a text that exceeds the limit however it tokenises."""
+        """Refuse a text that is too long however tokenised."""
         if self._longest_token is not None:
             limit.check(num_chars // self._longest_token)
 
@@ -88,7 +87,7 @@ class MarkedEncoder:
     def _num_tokens(self, piece: str) -> int:
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # A lower bound: space at control tokens may vanish; a section may begin with a space's token.
+        # A lower bound: space at control tokens may vanish, or be a section's first token.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
@@ -260,7 +259,7 @@ def check_characters(text: str, param: str | None) -> None:
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:
-    """Return the most characters per token, except absorbed white space; None if the tokenizer may drop characters."""
+    """Return the most characters per token, but for absorbed white space; None if characters may be dropped."""
     model = saved["model"]
     vocabulary = model.get("vocab")
     pieces = list(vocabulary) if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary or ()]

@@ -191,7 +191,7 @@ class JsonText:
     """Streaming parser for one JSON value.
 
     Repairs control characters, unknown escapes, lone surrogates, trailing commas and Python's constants.
-    Any other error sets `is_broken`; `complete` can still close the value.
+    Other errors set `is_broken`.
     """
 
     def __init__(self) -> None:

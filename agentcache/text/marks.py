@@ -34,14 +34,12 @@ Placed = tuple[int, str]
 
 @dataclass(frozen=True)
 class MarkedEnds:
-    """Marked text and its tokens' ends."""
-
     text: str
     ends: list[int]
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern (no groups) for the longest of `strings`: a trie, fast for common prefixes."""
+    """Compile a pattern (no groups) for the longest of `strings`, as a trie."""
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")

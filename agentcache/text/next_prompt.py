@@ -146,7 +146,7 @@ def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # Leading system messages; those after the last reply, with it if it has calls.
+    # System messages in front; messages after the last reply, with it if it has calls.
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     begin = next((i for i in range(len(roles), num_leading, -1) if roles[i - 1] == "assistant"), num_leading)

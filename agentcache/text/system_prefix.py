@@ -38,7 +38,6 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemPrefix | None:
-    """Find the system prefix in a rendered prompt."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -55,7 +54,7 @@ def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemP
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of a part of the client's prompt by the transcript's `held`."""
+    """A part of the client's prompt, and the transcript's `held` instead."""
 
     begin: int
     end: int
@@ -64,7 +63,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class PrefixChanges:
-    """Differences between system prefixes of prompt and transcript; the latter's ends at `held_end`."""
+    """A prompt's changes to a transcript's system prefix, which ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
@@ -155,7 +154,7 @@ def in_client_form(transcript: Transcript, text: str, prefix: SystemPrefix, chan
     for start, end in find_notices(held, changes.held_end):
         following = bisect_right(ends, start)
         if following < len(generated) and generated[following][0] < end:
-            continue  # generated
+            continue  # generated text that looks like a notice
         parts.append(held[done:start])
         length, done = length + start - done, end
         edits.append(Edit(length, length, held[start:end]))
@@ -186,7 +185,7 @@ def what_changed(lines: Sequence[str]) -> str:
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Put a notice before the newest user message's content, else the last tool result's; None without either."""
+    """Put a notice before the newest user message's content, else the last tool result's."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)
     place = next((i for i in newest if messages[i].get("role") == "user"), max(newest, default=None))

@@ -58,8 +58,6 @@ _RESERVED = {
 
 
 class RenderedTooLong(Exception):
-    """The text exceeds the limit."""
-
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the model's chat template wrote {num_bytes} bytes")
         self.num_bytes = num_bytes

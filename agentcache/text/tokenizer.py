@@ -1,4 +1,4 @@
-"""Converts chats to marked text (`marks.py`), that to tokens, tokens to text."""
+"""Converts chats to marked text (`marks.py`), this to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Tokenizer:
             or token_id in self.eos_ids
             or (_CONTROL_NAME.fullmatch(token.content) is not None and token.content not in reply_markers)
         )
-        # Harmony replies end after a call, also if the folder does not say so.
+        # Harmony replies end after calls, whatever the folder says.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -85,7 +85,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """See `load_wrapper`."""
         return cls(load_wrapper(Path(path)), end_tokens(Path(path)))
 
     def start(self) -> None:
@@ -98,7 +97,7 @@ class Tokenizer:
         self.grammars.close()
 
     def raw_prompt(self, text: str) -> str:
-        """Convert to marked text: special tokens are control tokens, with BOS if the model uses it."""
+        """Convert to marked text: special tokens are control tokens; BOS if used."""
         text = self.marks.clean(text)
         check_characters(text, "prompt")
         return self._start.prompt(text)
@@ -129,7 +128,6 @@ class Tokenizer:
         return any_of(self._contents[token_id] for token_id in self.control_ids)
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """See `MarkedEncoder.encode`."""
         return self.encoder.encode(marked_text, limit)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:

@@ -1,4 +1,4 @@
-"""The KV caches of decoder training, rounded to 4 bits: base fills a `PromptCache`, a `DecoderCache` extends it."""
+"""KV caches of decoder training: base fills a `PromptCache`, a `DecoderCache` extends it."""
 
 from __future__ import annotations
 

@@ -39,8 +39,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Restored:
-    """Cost of restoring an agent."""
-
     restored_bytes: int
     restore_ms: float
 

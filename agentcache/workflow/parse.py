@@ -1,12 +1,7 @@
-"""Reads workflow scripts strictly from TOML. Keys that `examples/workflow.toml` does not show:
+"""Reads workflow scripts strictly from TOML.
 
-    [[tools]]                           [[phases.turns]]
-    name = "lookup"                     tools = ["lookup"]
-    description = "Who lives where."    max_calls = 2
-    key = "name"  # optional            sees = "all"
-    entries = { Bob = "{town}" }        expect_call = { name = "lookup", arguments = { … } }
-
-Agents and turns may have `max_tokens`, agents an `adapter`. `values` reads `[draw.…]` and `[[when]]`.
+`scripts/` shows all keys but `max_tokens` and `adapter` of agents, `max_tokens` and `sees = "all"` of turns, `key` of
+tools.
 """
 
 from __future__ import annotations

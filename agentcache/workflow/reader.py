@@ -1,4 +1,4 @@
-"""Strict reading of parsed TOML. Every error is a `ConfigError` that names its place."""
+"""Reads parsed TOML strictly. Every error is a `ConfigError` that names its place."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TurnRecord:
     With tool calls, match, cache state, prompt and cached tokens, time to first token and restore are the first
     answer's; other costs are sums. `total_ms` includes saving, not `prefetch_ms`.
 
-    `speaker`, `agent`: ids in the script and on the server. `match`: relation of the prompt to cached tokens.
+    `speaker`, `agent`: ids in the script and on the server.
     """
 
     phase: int
@@ -192,7 +192,6 @@ def _misses(record: TurnRecord) -> list[Miss]:
 
 
 def as_json(transcript: WorkflowTranscript) -> dict[str, Any]:
-    """Return plain data with the recall score."""
     head = asdict(transcript)
     turns = head.pop("turns")
     return {"format": FORMAT, **head, "recall": score_json(score(transcript)), "turns": turns}

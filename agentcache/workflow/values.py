@@ -1,14 +1,7 @@
 """A script's facts: drawn from lists by a seed, derived by rules, filled into texts as `{name}`.
 
-    [draw.places]                             # another word of the list for each name
-    from = ["harbour", "mill", "tower"]
-    as = ["hiding_place", "alibi_place"]
-
-    [[when]]                                  # in order; later rules override; without `if` always
-    if = { hiding_place = "mill" }
-    then = { finder = "the miller at the {hiding_place}" }
-
-The blake2b digest of seed, table and word orders words: the same on all Python versions.
+Each name of a `[draw.…]` table gets another word of its list: the blake2b digests of seed, table and word order them
+alike on all Python versions. Rules (`[[when]]`) apply in order, without `if` always; later ones override.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Grammars for answers of a demanded form, with llguidance."""
+"""llguidance grammars for answers of a demanded form."""

@@ -51,7 +51,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """A value that is no string, as a Lark rule's right side; `parts` if nothing else constrains it."""
+    """A non-string value as a Lark rule's right side; `parts` if nothing else constrains it."""
 
     rule: str
     types: frozenset[str]
@@ -73,7 +73,7 @@ class TaggedArgument:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """A tool's arguments in order; `any_other` if undeclared ones are free."""
+    """A tool's arguments in order; `any_other` if it declares none and takes any."""
 
     known: tuple[TaggedArgument, ...]
     any_other: bool = False
@@ -89,7 +89,7 @@ class ListOf:
 
 
 def tagged_arguments(source: str) -> TaggedArguments | None:
-    """Convert a schema's JSON text; None if arguments cannot express it."""
+    """Convert a schema's JSON; None if arguments cannot express it."""
     root = parse_json(source)
     if root is True:
         root = {}
@@ -203,7 +203,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
-    # `other` is `schema` without null.
+    # `other`: without null.
     text = write_json(schema)
     if _refers(text):
         text = write_json({**schema, **_definitions(root)})

@@ -64,7 +64,7 @@ def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str 
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits that keep a mask within milliseconds and a grammar's states within 40 MB."""
+    """Return limits: milliseconds for a mask, 40 MB for a grammar's states."""
     return LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=200_000,

@@ -25,7 +25,7 @@ from agentcache.text.grammars.check_child import MAX_CHARACTERS, Reply, parser_l
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-GRACE = 0.05  # seconds that an answer's masks may delay requests
+GRACE = 0.05  # seconds that an answer's masks may delay other requests
 QUICK = 0.0002  # CPU seconds, about the cost of using another thread
 _MOST_THREADS = 8
 _KEPT = 32  # agents repeat theirs every turn

@@ -66,7 +66,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:
-    """Return the right side of a Lark rule for a schema's JSON text. Raises ValueError."""
+    """Return a Lark rule's right side for a schema's JSON. Raises ValueError."""
     schema = parse_json(definition)
     if schema is True:
         schema = {}

@@ -274,7 +274,7 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
     """Expand references and give each value one type; return `schema` if that is too large.
 
-    Recursive references become objects, constants enumerations; null goes.
+    Recursive references become objects, constants enumerations; null is dropped.
     """
     try:
         return _Writer(schema, describes_enums).plain(schema, frozenset())

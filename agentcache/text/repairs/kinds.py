@@ -52,7 +52,6 @@ class Repairs:
     """The repairs that a chat template needs (docs/server.md).
 
     Text beside a call becomes a message (`calls_without_words`) or moves in the rendered text (`words_at_calls`).
-    `results_with_calls` makes results of unknown calls user text.
     """
 
     rename_developer: bool = False

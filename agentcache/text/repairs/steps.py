@@ -1,6 +1,6 @@
-"""Applies repairs to a conversation, and finds those that a template needs.
+"""Applies repairs to conversations, and finds those that a template needs.
 
-A step depends only on the template and earlier messages: a conversation's text is a prefix of a longer one's.
+Steps depend only on the template and earlier messages: a longer conversation keeps its prefix.
 """
 
 from __future__ import annotations

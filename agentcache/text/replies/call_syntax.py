@@ -102,12 +102,11 @@ class CallSyntax:
 
 
 def as_object(before: str, after: str, between: str = "\n", arguments: str = "arguments") -> CallSyntax:
-    """Calls as JSON objects."""
     return CallSyntax(f'{before}{{"name": "{NAME}", "{arguments}": ', "}" + after, between)
 
 
 def as_fields(begin: str, call: str, opening: str, closing: str, end: str, fields: FieldSyntax) -> CallSyntax:
-    """Calls as name and fields, or as JSON objects if fields cannot express the arguments."""
+    """Calls as name and fields, else as JSON objects."""
     as_json = as_object(begin, end, "")
     return CallSyntax(f"{begin}{call}{NAME}{opening}", f"{closing}{end}", "", fields=fields, as_json=as_json)
 

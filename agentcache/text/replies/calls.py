@@ -13,7 +13,7 @@ from agentcache.text.json_values import JsonText
 from agentcache.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SPACE = " \t\n\r"
-LONGEST_HEADER = 512  # characters, with a call's name
+LONGEST_HEADER = 512  # characters up to the end of a call's name
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
@@ -22,7 +22,7 @@ def _as_it_is(text: str) -> str:
 
 
 class CallSink:
-    """Collects the events of calls, one at a time. `spell` and `spell_json` decode coded text and JSON."""
+    """Collects events of calls, one at a time. `spell`, `spell_json`: decode coded text and JSON."""
 
     def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
         self.events: list[Event] = []
@@ -53,7 +53,7 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """What a call parser leaves: text that is no call, unread text, whether its call was none."""
+    """What a call parser leaves: text that is no call, unread text, whether a supposed call is none."""
 
     shown: str = ""
     rest: str = ""
@@ -136,7 +136,7 @@ def definition(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def partial_end(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest suffix that is a proper prefix of one of `strings`."""
+    """Return the length of the longest suffix that is a proper prefix of a string."""
     return max((_partial(text, string) for string in strings), default=0)
 
 

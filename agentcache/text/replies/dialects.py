@@ -197,7 +197,7 @@ _TOLD = "json_tools"
 
 
 def _dsml(section: str, hints: tuple[str, ...]) -> Dialect:
-    # DeepSeek V3.2 and V4. Each reads both sections: a tokenizer alone does not identify one.
+    # DeepSeek V3.2 and V4 both read both sections: a tokenizer does not identify one.
     opens = {f"<｜DSML｜{each}>": _tagged(f"</｜DSML｜{each}>", _DSML) for each in _DSML_SECTIONS}
     writes = _all_in_tags(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", _DSML, kind=f' string="{IS_STRING}"').writes
     return Dialect(opens, tuple(f"</｜DSML｜{each}>" for each in _DSML_SECTIONS), hints=hints, writes=writes)

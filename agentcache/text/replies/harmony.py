@@ -26,7 +26,7 @@ class _State(Enum):
 
 
 class HarmonyReader:
-    """Parses analysis as reasoning, messages to tools as calls (unless `tools` is None), else text."""
+    """Parses analysis as reasoning, messages to tools as calls (if `tools`), else text."""
 
     is_doubtful = False
 

@@ -52,7 +52,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply, *, also_thinks: bool = False) -> bool:
-        """Whether this repeats `generated` as clients do; without the reasoning, too, unless `also_thinks`."""
+        """Whether this repeats `generated` as clients do. Reasoning may be missing unless `also_thinks`."""
         return any(
             (self.text, self.calls) in each.repeated
             and (self.thought in _joined(each.thoughts) if self.thought else not (also_thinks and each.thought))
@@ -77,8 +77,6 @@ def said_in(message: Mapping[str, Any]) -> Said | None:
 
 
 class Words(Protocol):
-    """A conversation's text and generated ranges."""
-
     @property
     def text(self) -> str: ...
 
@@ -151,7 +149,7 @@ class ReplyReading:
         return at if found is None else found.end()
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
-        """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
+        """Find a reply at `begin` with `reply`'s content, in several turns with some templates.
 
         Return whether the reasoning is equal, too, and the reply's end (with the marker if `generated` ends with it) or
         None.

@@ -1,4 +1,4 @@
-"""Streaming parsers for calls as JSON objects, or with JSON behind a header."""
+"""Streaming parsers for calls with JSON arguments."""
 
 from __future__ import annotations
 

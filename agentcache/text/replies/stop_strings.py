@@ -129,7 +129,7 @@ class StopSearch:
 
     @property
     def num_held(self) -> int:
-        """Final characters that may be or begin a stop string."""
+        """Number of final characters that may be or begin a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
@@ -193,7 +193,6 @@ class StopSearch:
         return True
 
     def _look(self, piece: str, *, is_said: bool) -> FoundStop | None:
-        # A stop string may span two zones only if both are answer text.
         if not is_said:
             self._said = 0
             return None

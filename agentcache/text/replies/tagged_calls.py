@@ -255,7 +255,7 @@ class TaggedCalls(Steps):
         return False if begins == _CDATA else None
 
     def _collect(self, text: str) -> None:
-        # `_inner`: a closing tag in a string of a list or object does not end the value.
+        # `_inner`: a closing tag in a nested string does not end the value.
         if not text:
             return
         self._value.append(text)
