@@ -1,4 +1,4 @@
-"""Read LoRA folders of mlx-lm or PEFT, on any thread. Only plain LoRA is accepted; pickles are never opened."""
+"""Read LoRA folders of mlx-lm or PEFT, on any thread; pickles are never opened."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERN = 256
 _MAX_REPEATS = 3
 _MAX_TOKEN_ID = 2**31
-_LARGEST = 1e30  # NaN and integers beyond float fail the comparison, too
-# PEFT options beyond x @ A @ B.
+_LARGEST = 1e30  # NaN and integers beyond float fail, too
 _PEFT_EXTRAS = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules saved beside the adapter",
@@ -223,7 +222,7 @@ class ExplicitScale:
     factor: float
 
     def of(self, module: str, rank: int) -> float:
-        """Factor on x @ A @ B. Raises UnsupportedAdapter if `rank` is not the config's."""
+        """Factor on x @ A @ B. Raises UnsupportedAdapter."""
         _check_rank(module, self.rank, rank)
         return self.factor
 
@@ -364,7 +363,7 @@ def _check_pattern(name: str, key: str) -> None:
 
 @contextmanager
 def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file, or a link to one; yields also its size.
+    """Open a regular file, or a link to one, with its size.
 
     Raises UnreadableAdapter, also within the context; UnsupportedAdapter beyond `max_bytes`.
     """

@@ -51,10 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetModules:
-    """Modules that adapters can act on, for any thread; `targets` include parts of fused modules.
-
-    `absorbed` modules are never called.
-    """
+    """Modules that adapters can act on, for any thread; `absorbed` ones are never called."""
 
     num_layers: int
     linears: Mapping[ModuleName, LinearShape]
@@ -88,7 +85,7 @@ def target_modules(layers: Sequence[nn.Module], inspection: Inspection) -> Targe
                 absorbed.add(name)
                 continue
             linears[name] = LinearShape(in_dim(module), module.weight.shape[0], activation_dtype(module).size)
-            # A module called before the layer writes its cache may make what is written, unless it makes queries.
+            # A module called before the layer writes its cache may make KV, unless it makes queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
             makes_kv = not inspection.linears[index, path]
             targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
@@ -150,7 +147,7 @@ class AdapterContent:
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder, on any thread, in up to four times its file's bytes. Raises UnsupportedAdapter."""
+    """Read an adapter, on any thread, in up to four times its file's bytes. Raises UnsupportedAdapter."""
     try:
         return _read_adapter(folder, modules, max_bytes)
     except UnsupportedAdapter as error:
@@ -267,13 +264,13 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Cache groups whose content can differ from base's."""
+    """Cache groups that can differ from base's."""
     changed = {
         index
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
     }
-    # Recurrent layers share the last group. An adapter may change its own layer's state.
+    # Recurrent layers share the last group; an adapter may change its layer's state.
     has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
     return frozenset(changed | {len(spec.groups)} if has_own_state else changed)
 
@@ -300,14 +297,14 @@ class RowAdapter:
 
 @dataclass(frozen=True)
 class RowParts:
-    """Each adapter's rows, int32; each row's index in their concatenation, int32 [B], 0 if masked."""
+    """Each adapter's rows, int32; each row's index in their concatenation, int32 [B]."""
 
     rows: Sequence[mx.array]
     indices: mx.array
 
 
 class AdapterRows:
-    """Adapters of a step's rows; `lengths` are tokens before the step, `adapters` those that act on any token."""
+    """Adapters of a step's rows; `adapters` act on at least one token."""
 
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
         self.shape = (len(lengths), num_tokens)
@@ -344,7 +341,7 @@ class AdapterRows:
         return (mx.arange(num_tokens)[None] >= mx.array(firsts)[:, None])[..., None]
 
     def index(self, in_stack: tuple[int, ...]) -> mx.array:
-        """Each row's index in a stack, int32 [B]; 0 for masked rows."""
+        """Each row's index in a stack, int32 [B]."""
         if in_stack not in self._indices:
             rows = [0 if user is None else in_stack[user] for user in self._users]
             self._indices[in_stack] = mx.array(rows, dtype=mx.int32)

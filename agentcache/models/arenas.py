@@ -131,10 +131,7 @@ class CacheArenas:
 
 
 class BaseArenas(CacheArenas):
-    """Arenas of base's cache; a further last group has checkpoints of recurrent state.
-
-    With `measures`, steps note each token's rounding energy (`StepMeasures`).
-    """
+    """Arenas of base's cache; a further last group has checkpoints of recurrent state."""
 
     def __init__(
         self,

@@ -61,8 +61,7 @@ def host(
 ) -> Hosted:
     """Make a model run on step caches, or one that does (`adapted`) in another precision.
 
-    `choose` and proof run `within` a context. Raises UnsupportedModel: an unknown kind of cache or, with `check`, other
-    numbers than mlx-lm's.
+    `choose` and proof run `within` a context. Raises UnsupportedModel, with `check` also if numbers are not mlx-lm's.
     """
     seen = _adapted(model) if adapted is None else adapted
     with within(model):

@@ -25,7 +25,7 @@ log = logging.getLogger("agentcache.models")
 
 Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
 _CHECKED_ROWS = (1, 2, 6, 16, 64)  # kernels depend on the number of rows
-_TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
+_TOLERANCE = 1e-3  # of the largest result, for TF32
 _BLOCKS, _HEADS = 3, 2
 
 
@@ -38,7 +38,6 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step reads packed blocks."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -74,7 +73,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
 def flash_attention(
     queries: mx.array, keys: mx.array, values: mx.array, reads: Reads, options: AttentionOptions
 ) -> mx.array:
-    """Attention of one row's queries [1, H_q, n, D] over keys and values [1, H_kv, T, D]."""
+    """Attention of one row's queries [1, H_q, n, D] over KV [1, H_kv, T, D]."""
     mask: str | mx.array = "causal" if reads.window is None else reads.mask[:, None, :, : keys.shape[2]]
     sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
@@ -90,7 +89,7 @@ def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
 
 
 def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
-    """Unpack one row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
+    """One row's keys or values up to the end of the step, [1, H_kv, T, D]."""
     blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
     return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]

@@ -50,7 +50,6 @@ class DecoderWeights:
 
 
 def is_decoder_folder(folder: Path) -> bool:
-    """Whether a folder has a whole model, not an adapter."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 
@@ -117,7 +116,7 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
 def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
     """Put a decoder on the device, on the thread that loaded `base`; steps may run between pieces.
 
-    Yields None after each piece, then the decoder. Raises UnsupportedAdapter: other caches than base's, changed files.
+    Yields None after each piece, then the decoder. Raises UnsupportedAdapter.
     """
     try:
         model, config = load_model(decoder.path, lazy=True)
@@ -132,7 +131,7 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         assert hosted is not None
         install_wanted_positions(hosted.inspection, base.current)
         changed = _identities(decoder.path) != decoder.files
-    except Exception as error:  # a wrong config entry can raise anything
+    except Exception as error:  # wrong config entries raise anything
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
     if changed:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")

@@ -1,8 +1,7 @@
 """Identity of models, from content (table in docs/memory.md).
 
-The **identity** names a model in a new cache folder and roots every chain of blocks. Unknown fields of `config.json`
-count, as they may decide bytes, and token rules, which give a text its ids. The **source digest** is part of the cache
-spec: if mlx-lm's sources change, agents stay, and blocks are computed again.
+The identity names a model in a new cache folder and roots every chain of blocks. Unknown fields of `config.json` count,
+as they may decide bytes, and token rules, which give a text its ids.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from agentcache.text.model_folder import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")
-# No file of mlx-lm reads these (tested). A change renames models that have the field.
+# mlx-lm does not read these (tested). A change renames models that have the field.
 HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -160,7 +159,7 @@ def _digest_file(file: Path) -> str:
 
 
 def source_digest(model: nn.Module, memo: Memo) -> str:
-    """Digest of mlx-lm's code for `model`'s keys and values: 16 hex digits, empty for `FIRST_SOURCES`.
+    """Digest of mlx-lm's code for `model`'s keys and values, part of the cache spec; empty for `FIRST_SOURCES`.
 
     Comments, docstrings, layout and error texts do not count.
     """

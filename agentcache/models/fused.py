@@ -1,7 +1,7 @@
-"""Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
+"""Run attention, packing and unpacking by kernels, or by MLX's operations, the reference.
 
 Kernels run for supported shapes that passed `metal_kernels.self_test` on this machine. With `AGENTCACHE_KERNELS=check`
-both are computed, differences counted, and the reference's results used.
+both run, differences are counted, and the reference's results used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentcache.system.threads import start_thread
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-# Per row; sixteen read the blocks once. Flash attention would unpack them, and cuDNN is slow on new lengths.
+# Per row; sixteen read blocks once. Flash attention would unpack them, and cuDNN is slow on new lengths.
 MAX_QUERIES = 32
 _MAX_DIM = 256
 PACKED_BITS = 4  # latents may also have 8
@@ -51,7 +51,7 @@ _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Limits of `check`; `_TOLERANCE` is relative to the largest value.
+# Limits of `check`.
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 _BEING_TRIED = Verdict(False, "they are being tested")
@@ -62,7 +62,7 @@ _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """Shapes that passed the self-test on this machine, kept in a file."""
+    """Shapes that passed the self-test on this machine."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -128,7 +128,7 @@ def read_by_kernels(packing: Packing) -> bool:
 
 
 class Attended(NamedTuple):
-    """Key in `Reads.prepared` of launch data, shared by equal layers of a group."""
+    """Key in `Reads.prepared` of launch data for equal layers of a group."""
 
     shape: HeadShape
     scale: float
@@ -150,7 +150,7 @@ def attention(
     sinks: mx.array | None,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """`paged_attention` by kernels if usable, else by `reference`."""
+    """`paged_attention` by kernels, or by `reference`."""
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
@@ -168,7 +168,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """`unpack_row` by a kernel if usable, else by `reference`."""
+    """`unpack_row` by a kernel, or by `reference`."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     data, scales, biases = side.arrays()
@@ -289,7 +289,7 @@ def _why_no_pair(layer: LayerSpec) -> str:
 
 
 def usable(shape: HeadShape | LatentShape) -> Verdict:
-    """Whether kernels can be used for a shape; the first call tests them."""
+    """Whether kernels compute a shape; the first call tests them."""
     if why := why_none() or (_unsupported_latents(shape) if isinstance(shape, LatentShape) else _unsupported(shape)):
         return Verdict(False, why)
     return _tried(shape, device())

@@ -57,7 +57,7 @@ class HiddenBlocks:
 
 
 class ModelHiddenStates:
-    """A model's hidden-state cache; `layer_tokens` counts tokens times computed layers."""
+    """A model's hidden states; `layer_tokens` counts tokens times computed layers."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self._layers = layers_of(model)
@@ -117,5 +117,4 @@ class SkippableLayer(Stand):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's own list of layers."""
     return layer_lists(model)[0]

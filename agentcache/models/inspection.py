@@ -20,7 +20,6 @@ from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
 from agentcache.models.mla import Latent, latent_of
 
 _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
-# Whole, or one rank's part.
 LINEARS = (
     nn.Linear,
     nn.QuantizedLinear,
@@ -55,10 +54,9 @@ class Inspection:
     """A model's caches.
 
     Args:
-        refs: in the model's order.
-        layers, recurrent: KV caches and states in order of computation; `latents`, `dtypes` (of keys) as `layers`.
+        layers, recurrent: in order of computation; `latents` and `dtypes` (of keys) as `layers`.
         hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped.
-        linears: whether all calls follow the layer's cache writes, by layer and path.
+        linears: whether all calls follow the layer's cache writes, by path.
         final_norm: owner and name of the first norm after the last layer.
     """
 
@@ -109,7 +107,7 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
 
 
 def inspect_model(model: nn.Module) -> Inspection:
-    """Find what a model caches. Raises UnsupportedModel: an unknown kind of cache, or the model does not run."""
+    """Find what a model caches. Raises UnsupportedModel."""
     _check_ropes(model)
     run = watch_run(model)
     if run.calls and [id(layer) for layer in run.calls[: len(model.layers)]] != [id(layer) for layer in model.layers]:
@@ -214,8 +212,8 @@ class Run:
     """A model's run on its own caches.
 
     Attributes:
-        called: linears called since the last `resolve`; number of cache writes before.
-        behind: by linear, whether all writes came before its calls.
+        called: cache writes before each linear called since the last `resolve`.
+        behind: whether all writes came before a linear's calls.
     """
 
     calls: list[nn.Module] = field(default_factory=list)
@@ -354,7 +352,7 @@ def _unwrap(watched: Sequence[Any]) -> list[Any]:
 
 
 def watch_run(model: nn.Module) -> Run:
-    """Run the model once; errors as `inspect_model`."""
+    """Run the model once. Raises UnsupportedModel."""
     run = Run()
     try:
         run.caches = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]
@@ -363,6 +361,6 @@ def watch_run(model: nn.Module) -> Run:
         run.resolve(lambda num_writes: False)  # calls outside of layers
     except UnsupportedModel:
         raise
-    except Exception as error:  # a wrong config entry can raise anything
+    except Exception as error:  # wrong config entries raise anything
         raise UnsupportedModel(f"{type(model).__name__} does not run: {error!s:.300}") from error
     return run

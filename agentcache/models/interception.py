@@ -20,7 +20,6 @@ from agentcache.models.residual.attention import overlaid_attention
 
 
 def intercept(model: nn.Module) -> None:
-    """Replace mlx-lm's attention in the files of the model's modules."""
     replace_attention(model, attention)
 
 

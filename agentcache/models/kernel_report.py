@@ -1,4 +1,4 @@
-"""Which layers kernels compute, for the doctor, in a child process: a broken back end may crash."""
+"""Which layers kernels compute, in a child process: a broken back end may crash."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from agentcache.models.loader import read_model
 from agentcache.models.residual.forms import likely_key_form
 from agentcache.models.residual.fused import turning_of
 
-_SECONDS = 600  # three self-tests for each head shape
-_RANK = 16  # of adapters
+_SECONDS = 600  # three self-tests a head shape
+_RANK = 16
 _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 

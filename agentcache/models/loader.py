@@ -50,7 +50,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text
+_CHAT_TOKENS, _TEXT_TOKENS = 80, 56
 _PROVING = "comparing the model on the cache with mlx-lm"
 _T = TypeVar("_T")
 
@@ -152,13 +152,10 @@ def load(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """Load a model on the calling thread, which must also run it.
+    """Load a model on the calling thread, which must also run it. Raises UnsupportedModel.
 
-    Raises UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
-
-    Args:
-        check_weights: called with the weights' bytes before they are read; may raise.
-        kv: one of `BITS`, or `auto`; for `auto`, `kept` finds an earlier choice, `measured` is a file of measurements.
+    `check_weights` gets the weights' bytes before they are read, and may raise. `kv` is one of `BITS`, or `auto`: then
+    `kept` finds an earlier choice, and `measured` is a file of measurements.
     """
     progress = progress or StartProgress()
     progress.begin("reading the model")
@@ -334,7 +331,7 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    # A wrong config entry can raise anything; one file of mlx-lm even exits.
+    # A wrong config entry can raise anything; mlx-lm may even exit.
     except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 

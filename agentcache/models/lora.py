@@ -19,7 +19,7 @@ from agentcache.models.layers import Stand
 from agentcache.models.residual.forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 
-# MLX 0.32.4 on CUDA crashes in `gather_mm` on misaligned addresses if rows are no multiple of this.
+# On CUDA, MLX 0.32.4's `gather_mm` crashes (misaligned addresses) if rows are no multiple of this.
 _RANKS = 8
 
 
@@ -48,7 +48,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Bytes of stacks, which modules of several adapters get."""
+    """Bytes of stacks; only modules of several adapters count."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)

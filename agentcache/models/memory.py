@@ -31,7 +31,7 @@ from agentcache.models.residual.kv import piece_blocks
 from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory, free_heap
 
-_FLOAT = 4  # bytes
+_FLOAT = 4
 # Copies alive at a time on a CPU, which allocates ahead.
 _HIDDEN_COPIES = 8  # residual, norm, projections
 _QUERY_COPIES = 4  # projected, normed, rotated, attended
@@ -47,8 +47,7 @@ _CHANNEL_COPIES = 8  # projected, convolved, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10
 USUAL_CONTEXT, USUAL_ROWS = 8192, 8
-# Of a measured peak: adapters add arrays, and equal steps differ by how fast the device frees. On a quiet CPU a step
-# takes up to 1.7 times as much as on a busy one.
+# Of a measured peak: adapters add arrays, and a step takes more if the device frees late, up to 1.7 times on a CPU.
 _MARGIN, _CPU_MARGIN = 1.5, 1.75
 log = logging.getLogger("agentcache.engine")
 
@@ -66,7 +65,7 @@ class ProbedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Bounds for steps, with margin, from probed ones: at least a decode step and a chunk without context."""
+    """Bounds for steps, from probed ones: at least a decode step and a chunk without context."""
 
     steps: tuple[ProbedStep, ...]
 
@@ -97,10 +96,10 @@ def _margin() -> float:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Upper estimate of a step's temporary memory: that of its largest layer.
+    """Upper estimate of a step's temporary memory, by its largest layer.
 
     A probe's `needs` replace what config.json says, but for attention to the cache and logits. A chunk decompresses
-    `unpacked_dim` values per token from latents, for queries of `query_dim` values per head.
+    `unpacked_dim` values per token from latents; `query_dim` is per head.
     """
 
     spec: CacheSpec
@@ -318,7 +317,7 @@ def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
         return packed + dim * _FLOAT
     if kernel_is_right(dim, packing, transpose, mx.default_device().type):
         return packed
-    return packed + dim * _FLOAT  # unpacked, too
+    return packed + dim * _FLOAT
 
 
 def free_memory(limit: int | None = None) -> int:
@@ -384,7 +383,7 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
 
 
 class Limits:
-    """Limits that hold until `restore` or the end of the process."""
+    """Limits until `restore` or the end of the process."""
 
     def __init__(self, limits: list[tuple[Setter, int]]) -> None:
         self._before: list[tuple[Setter, int]] = []

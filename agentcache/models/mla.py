@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
-The cache holds the normed latent and the shared, roped key part as one head. Few queries move into the latent space
-and read packed blocks; many read decompressed latents.
+The cache holds the normed latent and the roped key part as one head. Few queries move into the latent space and read
+packed blocks; many read decompressed latents.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MAX_LATENT_QUERIES = 8  # per row
 
 
 def is_expanded(module: nn.Module) -> bool:
-    """Whether a module has DeepSeek-V2's form, which caches the expanded latent."""
+    """Whether a module has DeepSeek-V2's form: it caches the expanded latent."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_heads")
     return all(part in module for part in _EXPANDED) and all(hasattr(module, size) for size in sizes)
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """Whether a module has the form of `mlx_lm/models/mla.py`, which caches the latent."""
+    """Whether a module has the form of `mlx_lm/models/mla.py`: it caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of a token's latent, shared key part, and key made of the latent (None if `is_absorbed`)."""
+    """Sizes of latent, shared key part, and key made of the latent (None if `is_absorbed`)."""
 
     rank: int
     rope: int
@@ -114,7 +114,7 @@ def latent_attention(
 
 
 def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx.array]:
-    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of latents `cached`, [1, 1, T, rank + rope]."""
+    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of latents [1, 1, T, rank + rope]."""
     latent, k_rope = mx.split(cached, [projections.rank], axis=-1)
     k_nope = projections.keys(latent)
     k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))
@@ -239,7 +239,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """Of a handle makes zeros [B, H, rope, 1]: attention reads the handle in `values`."""
+    """Makes zeros [B, H, rope, 1] of a handle: attention reads the one in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -311,7 +311,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """Stores the latent; the module's own keys and values are never evaluated."""
+    """Stores the latent; the module's keys and values are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset
@@ -354,7 +354,7 @@ def _adapt_expanded(module: nn.Module) -> None:
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Round the latents of `is_expanded` modules, each by its own of `round_trips`."""
+    """Round the latents of `is_expanded` modules, one `round_trips` each."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:
@@ -376,7 +376,7 @@ class _Rounded(Stand):
 
 
 def adapt(layer: nn.Module) -> None:
-    """Make a layer's latent attention accept handles besides arrays."""
+    """Make a layer's latent attention accept handles."""
     for module in list(layer.modules()):
         if is_absorbed(module):
             _adapt_absorbed(module)

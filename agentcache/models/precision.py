@@ -1,6 +1,6 @@
 """`--kv auto`: find the fewest bits of keys and values that keep a model's answers.
 
-Harm is the Kullback-Leibler divergence of next-token probabilities over a sample, in nats.
+Harm is the Kullback-Leibler divergence of next tokens over a sample, in nats.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from agentcache.models.step import CurrentStep
 
 MAX_DIVERGENCE = 0.005
 MOST_PASSES = 15  # including the unquantised one
-_HOPELESS = 8.0  # times the limit; beyond, measured inexactly
+_HOPELESS = 8.0  # times the limit; beyond, inexact
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
-Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
+Numbers = Mapping[str, Sequence[float]]
 _LEVELS = tuple(BITS.values())
 SAFE = LayerBits(8, 8)  # nearly always enough
 _MOST_TRIALS = 4  # of mixtures
-_NEAR = 0.75  # share of the limit at which a mixture is good enough
+_NEAR = 0.75  # share of the limit that is good enough
 Layers = Sequence[LayerBits]
 
 
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    After each pass `find_precision` runs again with all numbers, also an earlier process's. `agree` gives the value
-    that all ranks use for a number.
+    After each pass `find_precision` runs again with all numbers, also an earlier process's. `agree` makes a
+    number equal on all ranks.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class PrecisionSearch:
         return Precision((_UNQUANTISED,) * len(self._inspection.layers)) if too_few else eight
 
     def advance(self) -> None:
-        """Compute one forward pass."""
         if self._precision is not None:
             return
         self._passes += 1
@@ -203,7 +202,7 @@ class Measurements(Protocol):
 def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
-    All layers get the fewest equal bits within the limit. Then layers are lowered, most bytes per harm first.
+    All layers get the fewest equal bits; then layers are lowered, most bytes per harm first.
     """
     search = _Search(model, limit)
     search.run()
@@ -248,7 +247,6 @@ class _Search:
         return divergence
 
     def _lower(self, level: int, at_level: float, failed: float) -> bool:
-        """Lower layers while the limit allows; divergence is `at_level`, one level down `failed`."""
         if at_level > _NEAR * self.limit:
             return False
         errors = {bits: self.model.errors(bits) for bits in _LEVELS[max(0, level - 2) : level]}

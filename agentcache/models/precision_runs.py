@@ -23,11 +23,11 @@ from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.step import CurrentStep, StepInputs, make_caches
 from agentcache.system.memory import SystemMemory
 
-_COMPARED_AT_ONCE = 32  # vocabularies are large
-_FAMILIAR = 0.5  # share of a uniform guess's loss, above which a language is unknown
+_COMPARED_AT_ONCE = 32
+_FAMILIAR = 0.5  # share of a uniform guess's loss
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 Texts = Sequence[Sequence[int]]
-_COPY_SHARE = 4  # of available memory, for the float32 copy
+_COPY_SHARE = 4  # 1/n of available memory, for the float32 copy
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
@@ -44,7 +44,7 @@ class Reference:
 
 
 class PrecisionRuns:
-    """Runs a model on the paged cache, on its thread; texts in languages unknown to it count only if all are."""
+    """Runs a model on the paged cache, on its thread."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
         self._model = model
@@ -72,7 +72,7 @@ class PrecisionRuns:
     ) -> float:
         """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
-        Once it must exceed `hopeless`, only texts so far count; by `agree` all ranks stop at the same text.
+        Once it must exceed `hopeless`, the mean so far; by `agree` all ranks stop at one text.
         """
         reference = self._reference
         assert reference is not None
@@ -111,6 +111,7 @@ class PrecisionRuns:
                 with hooked(self._model, trace.compute):
                     logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._inspection.layers))
                 runs.append((text, logprobs, trace))
+        # Languages that the model does not know count only if it knows none.
         runs = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])] or runs
         made.texts = [text for text, _, _ in runs]
         made.logprobs = [logprobs for _, logprobs, _ in runs]
@@ -219,7 +220,7 @@ def is_float32(model: nn.Module) -> bool:
 
 
 def gains_by_float32(model: nn.Module) -> bool:
-    """Whether float32 is faster, as on a CPU, and memory holds the copy."""
+    """Whether float32 is faster, as on a CPU, and fits."""
     if mx.default_device() != mx.Device(mx.cpu) or is_float32(model):
         return False
     arrays = [array for _, array in tree_flatten(model.parameters())]

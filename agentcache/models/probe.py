@@ -25,10 +25,10 @@ from agentcache.system.files import read_memo, write_memo
 
 log = logging.getLogger("agentcache.engine")
 
-_SHARE = 0.9  # of free memory, for the estimate of a probe step
+_SHARE = 0.9  # of free memory, for a step's estimate
 # On a CPU: a large model's chunk takes minutes.
 _MOST_SECONDS, _MOST_WEIGHT_BYTES = 2.0, 256 << 20
-# Tokens of steps that predict a chunk's time; how much faster a chunk's tokens are.
+# Tokens of steps that predict a chunk's time; how much faster its tokens are.
 _PREDICTED_FROM = ((1, 8), (16, 1))
 _DECODE_RUNS = 8
 _FAR_BELOW = 4
@@ -152,7 +152,7 @@ class _Slots:
 
 
 def compare(needs: StepNeeds, footprint: Footprint) -> None:
-    """Log if the estimate from config.json is too low, or far too high."""
+    """Log estimates from config.json that are too low, or far too high."""
     off = [
         f"{step.num_bytes / 1e6:.1f} MB where {estimate / 1e6:.1f} MB were expected "
         f"({step.rows} × {step.num_tokens} tokens after {step.context})"

@@ -1,9 +1,8 @@
-"""Proof at load: a model computes the same on the paged cache as on caches that return quantised arrays.
+"""Proof at load: a model computes the same on the paged cache as on caches that return rounded arrays.
 
-Steps cover every path of attention. On the paged cache, each layer gets its input of the other run: errors do not add
-up. Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a
-router's choice. Products round by their number of rows, so one row runs as copies. Windows are cut short: tokens leave
-them.
+On the paged cache, each layer gets its input of the other run: errors do not add up. Attention's results and, in
+float32, layers' outputs are compared: in half precision a last bit may change a router's choice. Products round by
+their number of rows, so one row runs as copies. Windows are cut short: tokens leave them.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """Cache of one row's copies that quantises and dequantises; `layer` has the proof's window.
-
-    `nope` leading key values, and the values, are made of an already rounded latent; None if no latent is expanded.
-    """
+    """`nope` leading key values, and values, are made of a latent rounded before; None if none is expanded."""
 
     def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
         self.offset = 0
@@ -203,7 +199,6 @@ class Proof:
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """A lazy pair per step: of the model, then of each layer."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))

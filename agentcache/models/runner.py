@@ -31,10 +31,7 @@ Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 
 @dataclass(eq=False)
 class Started:
-    """Work that the device got in one call; `last` is an array to wait for.
-
-    By `time.perf_counter`, it could begin at `began_at` and was known to be done at `done_at`.
-    """
+    """Work that the device got in one call; `last` is an array to wait for, times are `time.perf_counter`'s."""
 
     last: mx.array | None
     began_at: float
@@ -48,7 +45,7 @@ class ModelRunner:
     (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
 
     - A slot of an ended request is reused at once, though a step in flight may still write there: later steps write
-      after it, and a row reads only places that its request has written.
+      after it, and a row reads only what its request has written.
     - MLX assigns to a part of an arena in place only if no step in flight reads it; else it copies the arena. So
       assignments start while the device is idle.
     """
@@ -71,7 +68,7 @@ class ModelRunner:
         )
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.base.groups) for layer in arena.layers}
-        self._layers = [owners[layer] for layer in loaded.inspection.layers]  # (group, arena), in the model's order
+        self._layers = [owners[layer] for layer in loaded.inspection.layers]  # in the model's order
         pairs = zip(loaded.inspection.layers, loaded.inspection.latents, strict=True)
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
         self._put = writer(loaded.spec.num_attention_heads, ranks)
@@ -119,7 +116,7 @@ class ModelRunner:
 
     @property
     def saturated_residuals(self) -> int:
-        """Residual values that were NaN or beyond float16."""
+        """Residuals that were NaN or beyond float16."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
@@ -232,12 +229,12 @@ class ModelRunner:
         self.wait()
 
     def release_buffers(self) -> None:
-        """Free a large step's temporaries, which other programs of a Mac lack."""
+        """Free temporaries, which other programs of a Mac lack."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
     def give_back(self) -> None:
-        """Fit memory to the cache's slots; return the rest to the system."""
+        """Fit memory to the cache's slots; return the rest."""
         self.base.fit()
         mx.clear_cache()
         give_back_freed()

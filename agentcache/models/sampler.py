@@ -1,7 +1,4 @@
-"""Sample tokens and compute log probabilities for a batch, lazily.
-
-A row's token depends only on its logits, settings and position, not on other rows.
-"""
+"""Sample tokens and compute log probabilities, lazily; no row depends on other rows of a batch."""
 
 from __future__ import annotations
 
@@ -91,7 +88,6 @@ class Sampler:
         return bool(self._bias)
 
     def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """Tokens [n], biases [n]."""
         if self._bias_arrays is None:
             known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
             self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)

@@ -1,4 +1,4 @@
-"""One rank's part of a model that mlx-lm's `shard` has split; between layers each rank has the full activations."""
+"""One rank's part of a model split by mlx-lm's `shard`; between layers each rank has all activations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Shards:
                         )
 
     def spec(self, spec: CacheSpec) -> CacheSpec:
-        """Spec of this rank, whose blocks match no other rank's. Raises UnsupportedModel: recurrent state."""
+        """Spec of this rank and number of ranks. Raises UnsupportedModel: recurrent state."""
         if spec.recurrent:
             raise UnsupportedModel(f"{spec.model_type} keeps recurrent state, which is not spread over ranks")
         return replace(spec, rank=f"{self.rank} of {self.size}")

@@ -1,4 +1,4 @@
-"""One step as a value, and how a model's modules read it."""
+"""One step as a value, and how modules read it."""
 
 from __future__ import annotations
 

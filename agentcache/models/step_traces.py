@@ -1,7 +1,7 @@
-"""Traced decode steps: later steps of a kind reuse the graph of an earlier one.
+"""Traced decode steps: later steps of a kind reuse an earlier one's graph.
 
-On a fast device, steps wait for Python. So a plain decode step (`_is_plain`) is traced (`mx.compile`), with all that
-changes between steps as inputs, if all attention is by kernels, which write into arenas themselves.
+On a fast device, steps wait for Python. So a plain step (`_is_plain`) is traced (`mx.compile`) if all attention is by
+kernels, which write into arenas themselves. All that changes between steps is an input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("agentcache.models")
 _MOST_TRACES = 64
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}
 
-_Kinds = tuple[Attended | AttendedLatents, ...]  # of one group's layers
+_Kinds = tuple[Attended | AttendedLatents, ...]
 _Launches = dict[Attended | AttendedLatents, PreparedDecode | PreparedLatents]
 
 
@@ -67,14 +67,14 @@ class StepTraces:
         self._loaded = loaded
         self._layers = layers
         self._put = put
-        self._kinds: list[_Kinds] = []  # by group
+        self._kinds: list[_Kinds] = []
         self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
         self._proved: set[bool] = set()  # whether of several rows
         self._is_off = False
         self.replayed = 0
 
     def logits(self, step: StepInputs, lay_out: Callable[[], mx.array]) -> mx.array:
-        """Logits [B, n, vocabulary] of a step, whose KV is written; `lay_out` is the untraced way."""
+        """Logits [B, n, vocabulary] of a step, whose KV is written; `lay_out` does it untraced."""
         if self._is_off or not _is_plain(step):
             return lay_out()
         if not self._kinds:

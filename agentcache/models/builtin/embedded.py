@@ -28,18 +28,16 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def embedded_file(name: str) -> bytes:
-    """Content of a packaged file."""
     return (DATA / name).read_bytes()
 
 
 def embedded_config() -> dict[str, Any]:
-    """The model's `config.json`."""
     config: dict[str, Any] = json.loads(embedded_file("config.json"))
     return config
 
 
 def embedded_model_path(home: Path) -> Path:
-    """Folder of the model under `home`, named by content, made on first use (19 MB). Raises StoreError."""
+    """Folder of the model under `home`, named by content, made on first use. Raises StoreError."""
     packaged = {name: embedded_file(name) for name in (*TEXT_FILES, "config.json", WEIGHTS_FILE)}
     folder = home / "models" / f"embedded-{_digest(packaged)[:8]}"
     try:
@@ -61,7 +59,7 @@ def _digest(files: dict[str, bytes]) -> str:
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write `files` beside `folder` and rename them into place, unless another writer was first.
 
-    Folders have mode 0700, files 0600; root's belong to the owner of the folder above. An OSError leaves nothing.
+    Modes are 0700 and 0600; what root makes belongs to the owner of the folder above. An OSError leaves nothing.
     """
     for parent in (folder.parent.parent, folder.parent):
         make_private_folder(parent)

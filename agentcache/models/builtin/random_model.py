@@ -22,10 +22,7 @@ _QUIET = 0.02  # embeddings of tokens to avoid
 
 
 def random_model_path(home: Path, **shape: int) -> Path:
-    """Folder of a random model under `home`, made on first use. Raises OSError.
-
-    `shape` changes entries of the embedded model's config.
-    """
+    """Folder of a model under `home`, made on first use; `shape` changes the embedded one's config. Raises OSError."""
     config = embedded_config() | shape
     folder = home / "models" / f"random-{_digest(config)[:8]}"
     if not folder.is_dir():

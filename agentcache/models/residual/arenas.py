@@ -44,14 +44,13 @@ class ResidualArenas(CacheArenas):
         super().__init__(spec, pools, wait, evaluate, room=room)
         self.is_family = is_family
         self.saturated = mx.array(0, mx.int32)
-        # Measures, sums over the model, are in a group that keeps all blocks: one without a window.
+        # Measures, sums over the model, are in a group that keeps all blocks.
         self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
         if measures:
             self.measures[self.measured] = TokenMeasures("divergence", 4)
         self._named = {tensor.spec.name: (i, tensor) for i, group in enumerate(self.groups) for tensor in group.tensors}
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
-        """Group index and tensor."""
         return self._named[name]
 
     def has(self, name: str) -> bool:
@@ -119,7 +118,7 @@ class StepMeasures:
         self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
 
     def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
-        """Note residual rows' own keys [R, H_kv, n, D_k] and values; `reads` are of base's blocks, already written."""
+        """Note residual rows' own keys [R, H_kv, n, D_k] and values; `reads` are of base's written blocks."""
         if group not in self._places:
             self._places[group] = _places(reads)
         ids, offsets = self._places[group]

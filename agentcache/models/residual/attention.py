@@ -3,7 +3,7 @@
 A key is base's cached key plus R(x·A·B), R the rope. Queries multiply with both separately, one softmax runs over the
 sums, and out = P·V + (P·x·A)·B.
 
-Rows run one by one, a few blocks at a time. The softmax is merged over pieces (arXiv 1805.02867).
+Rows run one by one, a few blocks at a time; the softmax is merged (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, tr
 
 
 def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
-    """Whether rows can run together: no adapter acts on keys. Only on a CPU, where pieces are slow."""
+    """Whether rows run together: on a CPU, where pieces are slow, if no adapter acts on keys."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:

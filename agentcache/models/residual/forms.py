@@ -6,8 +6,8 @@ norm, γ the norm's weights and R the rope:
     K + R(x·A·B)                                   without a key norm,
     ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  with a norm of each head.
 
-The proof runs the model on two equal rows, with noise on the second row's module outputs: the formula must give its
-keys from the first row's.
+The proof runs the model on two equal rows, with noise on module outputs of the second: the formula must give its keys
+from the first's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ResidualSupport:
     dtype: str = ""
 
     def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
-        """Shape of residual KV of an adapter or its family. Raises UnsupportedPolicy."""
+        """Shape of an adapter's or family's residual KV. Raises UnsupportedPolicy."""
         if why := self.refusal or _adapter_refusal(adapter):
             raise UnsupportedPolicy(
                 f"the policy 'residual' does not serve this: {why}; use 'exact'", param="agentcache.policy"
@@ -204,8 +204,6 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """Adds noise to the second of two equal rows."""
-
     def __init__(self, original: nn.Module, key: mx.array) -> None:
         super().__init__(original)
         self._key = key

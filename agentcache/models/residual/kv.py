@@ -16,7 +16,7 @@ from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 Rope = Callable[..., mx.array]
 
 SMALLEST_FACTOR = 6e-8  # above 0, in float16
-_MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
+_MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16
 # Copies of a piece's KV must take less than the row's keys.
 _PIECES = 4
 
@@ -93,7 +93,7 @@ class LayerMatrices:
 
 @dataclass(frozen=True, eq=False)
 class KernelMatrices:
-    """B matrices in the kernels' layout, float32 [H_kv, r, D]; `key_b` includes the norm's weights."""
+    """B matrices for kernels, float32 [H_kv, r, D]; `key_b` includes the norm's weights."""
 
     key_b: mx.array | None
     value_b: mx.array | None
@@ -123,12 +123,9 @@ class RowResidualKV:
 
 @dataclass(frozen=True, eq=False)
 class LayerResidualKV:
-    """Rows of a step in one layer, some with residuals.
+    """Rows of a step in one layer; `rows` have residuals; one adapter's are neighbours with the same `matrices`.
 
-    Args:
-        rows: with residuals; those of one adapter are neighbours with the same `matrices`.
-        order: each row's index in plain rows followed by `rows`; int32 [B].
-        reads: of all rows, in step order.
+    `order`: each row's index in plain rows followed by `rows`, int32 [B]; `reads`: of all rows, in step order.
     """
 
     plain: mx.array

@@ -122,7 +122,7 @@ class ResidualRows:
         self._reads: dict[tuple[int, int], tuple[Sequence[int], mx.array]] = {}
 
     def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
-        """Keep residuals of a module, from x [B, n, in] and outputs without and with adapters; return its output."""
+        """Keep a module's residuals from x [B, n, in] and outputs without and with adapters; return its output."""
         form = self._forms.layers.get(name.layer)
         if form is None or name not in (form.keys.module, form.values.module):
             return adapted

@@ -20,7 +20,7 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """Columns of a module's output that are keys, or values; `components` of the rank act on them."""
+    """Columns of a module's output that are keys, or values; `components` of its rank act on them."""
 
     module: ModuleName
     begin: int
@@ -42,7 +42,7 @@ class AdapterSides:
 
 
 def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side | None:
-    """Part of `pair` (numpy arrays) that acts on columns `begin` to `end`.
+    """Part of `pair` (numpy) that acts on columns `begin` to `end`.
 
     In a fused module B decides; all zeros, as before training, act on all columns.
     """
@@ -82,20 +82,18 @@ def key_a_name(layer: int) -> str:
 
 
 def value_a_name(layer: int) -> str:
-    """`key_a_name`, for values."""
     return f"residual.layers.{layer}.value_a.{POSITION}"
 
 
 def key_norms_name(layer: int) -> str:
     """1 / rms of keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2].
 
-    A family's are [tokens, H_kv, 1], without adapter; members compute their own when reading.
+    A family's are [tokens, H_kv, 1], without adapter: members compute theirs when reading.
     """
     return f"residual.layers.{layer}.key_norms.{POSITION}"
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """Spec beside `base`, with its names and windows."""
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
     for group in base.groups:
