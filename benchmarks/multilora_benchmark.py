@@ -125,7 +125,7 @@ def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
         _ask(llm, _ids(Random(0), plan.longest), 1, adapter=next(iter(adapters)), policy="exact")
         stats = llm.stats()
         one = (stats.ram_used["base"] or 0) - before
-        # Weights may take half of the budget; all adapters stay loaded.
+        # Weights may take half of the budget; all stay loaded.
         return int(max(plan.fitting * one + stats.adapter_ram_bytes, 2.1 * stats.adapter_ram_bytes + one))
 
 

@@ -257,7 +257,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Make rows with room for `room` more tokens; `shared` rows have full blocks in common."""
+        """Make rows with `room` for more tokens; `shared` rows have full blocks in common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:

@@ -8,7 +8,7 @@
     together   the same by `READERS` threads
     kept       plain reads into memory for all files
 
-Files are in the page cache. On a busy machine compare CPU times of `alone` and `read`.
+On a busy machine compare CPU times of `alone` and `read`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sets and reverts values in other programs' JSON or TOML settings; TOML comments and order stay."""
+"""Sets and reverts values in other programs' JSON or TOML settings."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _get(document: Any, path: Path_) -> Any:
 def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         if key not in document:
-            # TOML needs no heading for a table of tables.
+            # A table of tables needs no heading.
             document[key] = tomlkit.table(is_super_table=depth < len(path) - 2) if file.suffix == ".toml" else {}
         document = document[key]
         if not isinstance(document, MutableMapping):

@@ -20,7 +20,7 @@ SESSION_HEADER = "X-Session-ID"
 SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take 39,000
 _OUTPUT_TOKENS = 4096
 _LONGEST_NAME = 30
-# Claude Code works without; their descriptions are long.
+# Long descriptions; Claude Code works without.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 

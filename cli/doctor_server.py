@@ -30,7 +30,7 @@ _OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # another server's answ
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; not `ok` if agentcache cannot work so."""
+    """A finding; `ok` unless agentcache cannot work so."""
 
     name: str
     ok: bool

@@ -147,7 +147,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     from agentcache.server.app import create_app
     from agentcache.server.connection import DrainingServer
 
-    # A step may wait so long for the GIL, many times.
+    # A step may wait this long for the GIL, many times.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()

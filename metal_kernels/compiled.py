@@ -1,7 +1,7 @@
 """Compile kernels for CUDA and cache them on disk: `mx.fast.cuda_kernel` takes seconds in each process.
 
-Cached code is executed, so its folder is apart from models and agents' files, which may come from elsewhere. No other
-user may write there, and checksums must be right.
+Cached code is executed: its folder is apart from models and agents' files, which may come from elsewhere; no other user
+may write there, and checksums must be right.
 """
 
 from __future__ import annotations

@@ -206,7 +206,6 @@ def prepare(
 
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
-    """Placeholder for missing residuals."""
     return mx.zeros(8, dtype)  # Metal passes smaller arrays as constants
 
 

@@ -127,7 +127,6 @@ class DecodePlan:
 
 @one_a_thread
 def no_sinks() -> mx.array:
-    """Placeholder for missing sinks."""
     return mx.zeros(1)
 
 

@@ -84,7 +84,7 @@ class LowRank:
     block_ids: Sequence[Sequence[int]]
 
     def of_row(self, row: int, num_tokens: int) -> Array:
-        """[H_kv, num_tokens, D]."""
+        """A row's residuals, [H_kv, num_tokens, D]."""
         tokens = self.low_rank[list(self.block_ids[row])].astype(np.float64)
         result: Array = tokens.reshape(-1, tokens.shape[-1])[:num_tokens] @ self.matrix
         return result
@@ -96,7 +96,7 @@ class LowRankKeys:
 
     Args:
         added: x·A·B before rope, times the norm's weights if keys are normed.
-        norms: norm factors without and with the adapter, [slots, 256, H_kv, 2].
+        norms: norm factors without and with the adapter, [slots, 256, H_kv, 2]; None without norm.
         angles: rotation per position, [pairs].
         interleaved: as in `HeadShape`.
     """

@@ -1,7 +1,6 @@
 """Kernel sources for two compilers, and their launches.
 
-Bodies use the common subset of Metal and CUDA; a prelude for each adds names, and products of small matrices by a whole
-simdgroup.
+Bodies use the common subset of Metal and CUDA; a prelude for each adds names, and matrix products by a simdgroup.
 
 **Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of half or float; rows are queries.
 A lane has two elements of a row: row `tile_row(lane)` of each eight, column `tile_column(lane)` and the next.

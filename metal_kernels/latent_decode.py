@@ -1,8 +1,8 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
 A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the grid have the other heads
-and read the same bytes from the device's cache. Simdgroups divide the latents' columns, and sum scores together. Dtypes
-are as in `decode`.
+and read the same bytes from the device's cache. Simdgroups divide columns, and sum scores together. Dtypes are as in
+`decode`.
 """
 
 from __future__ import annotations

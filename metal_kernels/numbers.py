@@ -1,7 +1,4 @@
-"""Small arrays in device memory.
-
-On CUDA, MLX keeps small arrays made from Python in host memory, which threadgroups would read over the bus.
-"""
+"""Small arrays in device memory: on CUDA, MLX keeps those made from Python in host memory, behind the bus."""
 
 from __future__ import annotations
 

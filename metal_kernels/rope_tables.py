@@ -1,4 +1,4 @@
-"""Rope tables for kernels, which compute no sines or cosines."""
+"""Rope tables: kernels compute no sines or cosines."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
 
 
 def wrong_steps(shape: Shape) -> list[str]:
-    """Kinds of steps with wrong results on this device."""
     return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
 
 

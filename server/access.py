@@ -168,7 +168,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a URL with `host` leads to this machine: loopback, or an unspecified address (0.0.0.0)."""
+    """Whether a URL with `host` leads to this machine, as unspecified addresses (0.0.0.0) do."""
     address = _address(_normal(host))
     return is_loopback(host) or (address is not None and address.is_unspecified)
 

@@ -1,4 +1,4 @@
-"""Reads the demanded form of an answer."""
+"""Reads the form demanded of an answer."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
     wrapper = given.get("json_schema")
     if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
         return given.object("json_schema"), "schema"
-    for name in ("schema", "value"):  # Text Generation Inference: `value`
+    for name in ("schema", "value"):  # TGI: `value`
         if given.get(name) is not None:
             return given, name
     if isinstance(wrapper, dict) and not set(_SCHEMA_KEYS).isdisjoint(wrapper):

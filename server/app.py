@@ -50,7 +50,7 @@ from agentcache.system.threads import as_exception
 
 Started = Callable[[Exception | None], None]
 
-HALF_BODIES = 4  # budget for incomplete bodies, in largest ones
+HALF_BODIES = 4  # budget for incomplete bodies, in bodies of the largest size
 
 
 def create_app(

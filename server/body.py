@@ -38,7 +38,7 @@ def note_read(request: Request) -> None:
 class WholeBody:
     """Calls the application once the body is complete: slow uploads take no place in the queue.
 
-    `limit` is bytes of one body, `room` bytes of all unparsed ones beyond `FREE_BYTES` each.
+    `limit`: bytes of a body; `room`: bytes of all unparsed ones beyond `FREE_BYTES` each.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float, room: int) -> None:
@@ -159,10 +159,10 @@ class LargeJson:
             self._work.close()
 
     def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
-        """Return the JSON object in the body `raw`, which is emptied. Any thread.
+        """Return the JSON object in `raw`, which is emptied. Any thread.
 
-        `go_on` is called periodically; its exception ends the child. Raises InvalidRequest, also over a limit of time
-        or memory, or ContextLengthExceeded for `param`.
+        `go_on` is called periodically; its exception ends the child. Raises InvalidRequest, also over a limit, or
+        ContextLengthExceeded for `param`.
         """
         try:
             kind, content = self._work.ask(raw, go_on=go_on)

@@ -1,4 +1,4 @@
-"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio, as of the versions in `READ`."""
+"""Undocumented interfaces of HTTP libraries, in the versions of `READ`, and of asyncio."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
 class EventStream(EventSourceResponse):
     """Sends events until their end or a disconnect, then awaits `close`.
 
-    No pings: some clients cannot parse comments. No cancel scope per event: it costs as much as the event.
+    No pings: some clients cannot parse comments. No cancel scope per event: it is slow.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:

@@ -131,7 +131,6 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Why reuse was limited, if it was."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk"
     if report.volatile is not None and not report.volatile.moved:

@@ -61,7 +61,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """The served name that `name` spells in other case, with a provider (`openai/`) or `:latest`; else `name`."""
+    # In other case, with a provider in front (`openai/`) or `:latest` behind.
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)

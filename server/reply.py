@@ -186,7 +186,7 @@ class TextOffsets:
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
-        """Offsets in a prompt of `end` characters; added leading text (BOS, space) gets 0."""
+        """Offsets in a prompt of `end` characters; added text in front gets 0."""
         counted = cls()
         offsets = counted.of(tokens)
         return [max(0, offset - counted._end + end) for offset in offsets]

@@ -218,7 +218,6 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """List one request's items, without the conversation before."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

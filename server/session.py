@@ -39,10 +39,9 @@ _CODEX_TITLE = "thread_title"
 
 
 def read_agent(call: Call, user_id: Any = None) -> str | None:
-    """The agent of a request, or None. Raises InvalidRequest for an invalid explicit name.
+    """The agent of a request, in the order of `docs/server.md`; `user_id` is Anthropic's `metadata.user_id`.
 
-    Order: `agent` or `session_id` in the body; with the setting `session_headers`, X-Session-ID, then what clients send
-    by themselves, last `user_id` (Anthropic's `metadata.user_id`); the continued response; the setting `default_agent`.
+    Raises InvalidRequest for an invalid explicit name.
     """
     agent = named_agent(call)
     if agent is None and call.config.session_headers:
@@ -114,7 +113,7 @@ def agent_of_cache_key(key: Any) -> str | None:
 
 
 def session_of_user(user_id: Any) -> Any:
-    """The session in Claude Code's user id (`{"session_id": …}`, `user_…_session_…`), else the whole id."""
+    """The session in Claude Code's user id, else the whole id."""
     if not isinstance(user_id, str):
         return None
     if len(user_id) <= _LONGEST_JSON and (found := _USER_SESSION.fullmatch(user_id)):

@@ -1,6 +1,6 @@
 """Reads thinking settings in the spellings of all dialects and of other servers.
 
-Template variables precede switches, switches precede efforts. An unknown word means the nearest one.
+Template variables count before switches, switches before efforts. An unknown word means the nearest one.
 """
 
 from __future__ import annotations

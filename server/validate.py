@@ -92,7 +92,7 @@ def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:
 
 
 def check_agent_id(value: str, param: str) -> str:
-    """Return `value` if valid as an agent id, which also names files. Raises InvalidRequest."""
+    """Return a valid agent id, which also names files. Raises InvalidRequest."""
     if not is_name(value):
         problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
         raise InvalidRequest(f"{param} {problem}.", param=param)
@@ -239,7 +239,7 @@ def never() -> bool:
 class ReadLimit:
     """CPU time limit by length of the body. For one thread.
 
-    `rests`: sleep to release the GIL, never on the event loop.
+    `rests`: sleep for the GIL; never on the event loop.
     """
 
     def __init__(self, num_bytes: int, has_ended: Callable[[], bool] = never, *, rests: bool = False) -> None:

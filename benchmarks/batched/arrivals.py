@@ -48,7 +48,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Results. `timeline`: seconds since the long prompt and gap in ms, of one agent."""
+    """Results. `timeline`: one agent's gaps in ms by seconds since the long prompt."""
 
     quiet: Gaps
     prefill: Gaps

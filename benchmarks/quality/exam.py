@@ -1,7 +1,4 @@
-"""Perplexity on held-out conversations, and recall of earlier facts.
-
-Texts are the embedded model's: compare other models' recall only between formats.
-"""
+"""Perplexity and recall on the embedded model's texts: compare other models only between formats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Effects of sharing KV on answers of the embedded model's roles.
-
-In `full reuse`, outside the server, a role reads another role's cache.
-"""
+"""Effects of sharing KV on answers of roles; in `full reuse`, outside the server, one reads another's cache."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _NOTES = (
 
 
 def read_formats(names: str) -> tuple[str, ...]:
-    """Split and check. Raises ConfigError."""
+    """Split `names`. Raises ConfigError."""
     formats = tuple(name.strip() for name in names.split(","))
     known = (*BITS, AUTO)
     if unknown := set(formats) - set(known):

@@ -96,7 +96,7 @@ def _logprobs(answer: Any) -> Any:
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server, with the adapters and shared by default, save all lineages; return their number."""
+    """Have a quiet server save all lineages, residual KV if it shares by default; return their number."""
     count, adapters = 0, {each["digest"]: each["name"] for each in quiet.request("GET", "/v1/adapters")["data"]}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())

@@ -56,7 +56,7 @@ class Observed:
             self.complaints.append(text)
 
     def keep(self, sample: Sample, rng: random.Random) -> None:
-        """Reservoir sampling."""
+        # Reservoir sampling.
         self.seen += 1
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append(sample)
