@@ -1,1 +1,1 @@
-"""Agents: their lineages, and saving and restoring them."""
+"""Lineages of agents, saved and restored."""

@@ -1,4 +1,4 @@
-"""The files of blocks: their keys and sizes, and pins that keep them on disk."""
+"""Keys and sizes of block files, and pins that keep them on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Pins:
-    """Thread-safe pins that keep files of lineages in use, and blocks of unsaved turns, on disk.
+    """Keeps files of lineages in use, and blocks of unsaved turns, on disk. Thread-safe.
 
     The engine thread pins; the writer thread unpins a finished job's blocks, and pins lineages read again.
     """
@@ -29,7 +29,7 @@ class Pins:
         self._lock = threading.Lock()
 
     def pin_lineage(self, name: str) -> None:
-        """The lineage need not exist yet."""
+        """Pin a lineage, which need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 
@@ -77,7 +77,6 @@ class Pins:
 
 
 def subtract(counts: Counter[T], names: Iterable[T]) -> None:
-    """Subtract one from each count; drop zeros."""
     for name in names:
         counts[name] -= 1
         if counts[name] <= 0:
@@ -85,7 +84,7 @@ def subtract(counts: Counter[T], names: Iterable[T]) -> None:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """Names of the blocks' files, one per cache group."""
+    """Names of block files, one per cache group."""
     return [name for block in blocks for name in block.names]
 
 
@@ -93,7 +92,7 @@ _HEADER_BYTES = 1536  # with tokens; estimated
 
 
 class BlockFiles:
-    """Maps block names to block files. Thread-safe; does not touch files."""
+    """Maps block names to block files. Thread-safe; touches no file."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -115,8 +114,7 @@ class BlockFiles:
         )
 
     def key(self, name: BlockName) -> str:
-        """A group that the cache lacks gets a key without a file."""
-        names = self._group_names[name.cache]
+        names = self._group_names[name.cache]  # a group that the cache lacks has no file
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 
     def has(self, name: BlockName) -> bool:
@@ -126,7 +124,7 @@ class BlockFiles:
         return sum(self._store.blocks.size_of(self.key(name)) for name in names)
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes with that many tokens saved, slightly overestimated."""
+        """Estimate a lineage's bytes, slightly too high."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))

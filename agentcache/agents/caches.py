@@ -1,4 +1,4 @@
-"""The caches in RAM, and the blocks on disk in their prefix trees."""
+"""The caches in RAM; their prefix trees index the disk, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Arenas(Protocol):
-    """Storage of one cache's blocks in RAM; `BaseArenas` for base."""
+    """Storage of one cache's blocks in RAM."""
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
@@ -79,7 +79,7 @@ class KeptCache:
 
 
 class KeptCaches:
-    """Base's cache and the open residual caches. Engine thread only, except `is_open`."""
+    """Base's and the open residual caches. Engine thread only, except `is_open`."""
 
     def __init__(self, base: KeptCache, namespace: Callable[[str], Namespace]) -> None:
         if base.name != BASE_CACHE:
@@ -98,7 +98,7 @@ class KeptCaches:
         return list(self._further.values())
 
     def find(self, name: str) -> KeptCache | None:
-        """None if not open, as when its adapter is not loaded."""
+        """Return a cache; None if not open: its adapter is not loaded."""
         return self.base if name == BASE_CACHE else self._further.get(name)
 
     def get(self, name: str) -> KeptCache:
@@ -122,7 +122,7 @@ class KeptCaches:
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
 
     def ids_of(self, record: AgentRecord) -> Sequence[int]:
-        """Without the transcript in RAM, only those of saved blocks."""
+        """Return the transcript's token ids; if it is not in RAM, those of saved blocks."""
         if record.transcript.is_in_ram:
             return record.transcript.ids
         ids, tree = array("I"), self.base.prefix.tree
@@ -143,7 +143,7 @@ class KeptCaches:
 
     @property
     def evicted_blocks(self) -> dict[str, int]:
-        """Since start, by kind of cache, with checkpoints."""
+        """Blocks and checkpoints evicted since start, by kind."""
         residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
         evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
         return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}
@@ -153,7 +153,7 @@ Has = Callable[[BlockName], bool]  # whether the block has a file
 
 
 def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> list[AgentRecord]:
-    """Load and index the store's lineages at start; return the readable ones of unavailable agents."""
+    """Load and index all lineages at start; return the readable ones of unavailable agents."""
     files = BlockFiles(store)
 
     def take(record: AgentRecord) -> None:

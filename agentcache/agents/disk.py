@@ -1,6 +1,6 @@
-"""Writes and deletes agents and blocks while serving; no other component does.
+"""The only component that writes and deletes agents and blocks while serving.
 
-Jobs run one at a time on the writer thread, so that nothing changes between a check and the write.
+Jobs run one at a time on the writer thread: nothing changes between a check and the write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("agentcache.disk")
 
 T = TypeVar("T")
 
-# Estimates: token id, end and text in a log; a manifest.
+# Estimates.
 _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 16, 1536
 
 
@@ -38,7 +38,7 @@ class SavedTurn:
     record: AgentRecord
     needed: Sequence[BlockName] = ()  # must be on disk before the manifest
     writes: Sequence[BlockWrite] = ()
-    held: Sequence[BlockName] = ()  # pinned; unpinned after the job
+    held: Sequence[BlockName] = ()  # unpinned after the job
 
 
 @dataclass
@@ -46,24 +46,23 @@ class Committed:
     """Outcome of a job."""
 
     written: bool = False  # the job's blocks; some may be in `deleted`
-    lost: bool = False  # named blocks are gone and nothing was saved; a retry may succeed
-    deleted: list[BlockName] = field(default_factory=list)  # unneeded; their files are gone after `clean_up`
-    reduced: list[Reduced] = field(default_factory=list)  # lineages that lost blocks for room
-    removed: list[AgentRecord] = field(default_factory=list)  # lineages deleted for room
+    lost: bool = False  # named blocks are gone, nothing was saved; a retry may succeed
+    deleted: list[BlockName] = field(default_factory=list)  # their files are gone after `clean_up`
+    reduced: list[Reduced] = field(default_factory=list)  # lost blocks for room
+    removed: list[AgentRecord] = field(default_factory=list)  # deleted for room
     num_bytes: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes written, or the error."""
+    """Bytes written, or an error."""
 
     written_bytes: int = 0
     error: str | None = None
 
 
 def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], None]:
-    """Combine `count` outcomes into one."""
     outcomes: list[Saved] = []
 
     def take(saved: Saved) -> None:
@@ -78,7 +77,7 @@ def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], Non
 class Disk:
     """Jobs that write and delete the files of agents; `is_open` tells whether a cache is in RAM.
 
-    Writer thread only, except `files`, `room.needs` and `room.fits`.
+    Writer thread only, except `files`, `room.needs`, `room.fits`, and `tidy` before serving.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Disk:
         self._pins = pins
         self.files = BlockFiles(store)
         self.room = DiskRoom(store, self.files, pins, is_open)
-        self._superseded: list[BlockName] = []  # deleted in `clean_up`
+        self._superseded: list[BlockName] = []
         for record in records:
             self.room.put(record)
 
@@ -101,7 +100,7 @@ class Disk:
         return self._run(work)
 
     def write(self, blocks: Sequence[BlockWrite], names: Sequence[BlockName]) -> Committed:
-        """Write a running turn's full blocks. Evict for them only while the turn pins them."""
+        """Write a running turn's full blocks; evict for them only while the turn pins them."""
 
         def work(done: Committed) -> None:
             self._write_blocks(blocks, done, is_wanted=lambda: any(map(self._pins.has_block, names)))
@@ -109,7 +108,7 @@ class Disk:
         return self._run(work, written=names)
 
     def commit(self, turn: SavedTurn) -> Committed:
-        """Make a turn durable: its blocks, then the manifest that names them. A failed turn leaves no file."""
+        """Make a turn durable: its blocks, then its manifest. A failed turn leaves no file."""
 
         def work(done: Committed) -> None:
             self.room.require_budget(turn)
@@ -127,7 +126,7 @@ class Disk:
         usage = self._store.usage
 
         def work(done: Committed) -> None:
-            if not self.room.could_hold(archive.num_bytes):  # before evicting other lineages
+            if not self.room.could_hold(archive.num_bytes):  # before any eviction
                 message = f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold"
                 raise StoreError(message if usage.evicts else usage.refusal(archive.num_bytes))
             saved: list[AgentRecord] = []
@@ -146,7 +145,7 @@ class Disk:
         return self._run(work, held=archive.names)
 
     def look_again(self, agent_id: str, found: list[AgentRecord]) -> Committed:
-        """Retry an unavailable agent's files; pin readable lineages and append them to `found`."""
+        """Retry an agent's files; pin lineages now readable, and append them to `found`."""
 
         def work(done: Committed) -> None:
             for record in self._store.load_again(agent_id):
@@ -172,7 +171,7 @@ class Disk:
         return self._run(lambda done: self.room.write(use, done))
 
     def clean_up(self) -> None:
-        """Delete superseded blocks, after the outcome is posted: no request waits for it."""
+        """Delete superseded blocks, after the outcome is posted: no request waits."""
         names, self._superseded = self._superseded, []
         try:
             self.room.delete(names, Committed())
@@ -180,10 +179,7 @@ class Disk:
             log.error("unused files stay: %s", error)
 
     def empty(self, record: AgentRecord) -> Committed:
-        """Save a lineage without blocks, deleting the old ones first for room.
-
-        A crash in between leaves a manifest that names missing files.
-        """
+        """Save a lineage without blocks. Deletes these first, for room: after a crash, the manifest may name them."""
 
         def work(done: Committed) -> None:
             self.room.delete(self.room.put(record), done)
@@ -201,7 +197,7 @@ class Disk:
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Exceptions become part of the outcome. `written` is deleted if unneeded."""
+        """Make exceptions part of the outcome. Delete `written` if unneeded."""
         done = Committed()
         try:
             with self._store.visit():
@@ -245,21 +241,21 @@ class DiskRoom:
         self._files = files
         self._pins = pins
         self._lineages = DurableLineages(pins, is_open)
-        self._behind: set[str] = set()  # lineages whose manifests may name blocks deleted for room
+        self._behind: set[str] = set()  # lineages whose manifests may name deleted blocks
 
     def needs(self, name: BlockName) -> bool:
         """Whether a durable lineage names the block or an unsaved turn pins it. Any thread."""
         return self._lineages.is_named(name) or self._pins.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget can hold the lineage after every permitted eviction. Any thread."""
+        """Whether the lineage fits after every permitted eviction. Any thread."""
         usage = self._store.usage
         if not usage.evicts:
             return usage.has_room(self._bytes_added(record, num_tokens))
         return self._bytes_with(record, num_tokens) <= usage.budget
 
     def require_budget(self, turn: SavedTurn) -> None:
-        """Raise StoreError before evicting other lineages for a turn that cannot fit."""
+        """Raise StoreError if a turn cannot fit, before any eviction."""
         record, usage = turn.record, self._store.usage
         if not turn.writes or self.fits(record, record.num_saved):
             return
@@ -279,7 +275,7 @@ class DiskRoom:
                     raise
 
     def could_hold(self, num_bytes: int) -> bool:
-        """Whether that many more bytes fit after every permitted eviction."""
+        """Whether more bytes fit after every permitted eviction."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self._files.bytes_of(self._lineages.protected_blocks())
@@ -287,7 +283,7 @@ class DiskRoom:
         return kept + num_bytes <= self._store.usage.budget
 
     def make(self, done: Committed) -> bool:
-        """Evict once and update manifests; False if nothing may be evicted, as with an automatic budget."""
+        """Evict once and update manifests; False if nothing may be evicted."""
         if not (self._store.usage.evicts and self._drop_stalest(done)):
             return False
         while not self._have_room_to_catch_up() and self._drop_stalest(done):
@@ -295,7 +291,6 @@ class DiskRoom:
         return True
 
     def put(self, record: AgentRecord) -> list[BlockName]:
-        """As `DurableLineages.put`."""
         self._files.learn_names(record)
         return self._lineages.put(record)
 
@@ -313,7 +308,7 @@ class DiskRoom:
             done.deleted += unneeded
 
     def catch_up(self) -> None:
-        """Write manifests that still name evicted blocks. Raises StoreError after the last."""
+        """Write manifests that still name evicted blocks. Raises StoreError, after the last."""
         failed: StoreError | None = None
         for name in sorted(self._behind):
             try:
@@ -337,7 +332,7 @@ class DiskRoom:
     def _drop_stalest(self, done: Committed) -> bool:
         """Evict one step; False if nothing is left.
 
-        Order: blocks that only damaged files name, residuals of unloaded adapters, then a lineage of any model. An
+        Order: blocks that only damaged files may name, residuals of unloaded adapters, then a lineage of any model. An
         agent's longest lineage, and unreadable ones, keep their transcripts.
         """
         if self._store.evict_unclaimed({self._files.key(name) for name in self._pins.blocks()}):

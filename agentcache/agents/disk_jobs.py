@@ -36,7 +36,7 @@ def _still_valid(record: AgentRecord, residual: ResidualBlocks, namespace: Names
 
 @dataclass(frozen=True)
 class BlockToWrite:
-    """One group's part of a node, and its slot."""
+    """One group's part of a node."""
 
     cache: KeptCache
     node: Node
@@ -53,14 +53,14 @@ class BlockToWrite:
 
 
 def is_wanted(node: Node, index: int) -> bool:
-    """Whether the file is neither on disk nor being written."""
+    """Whether the file is neither on disk nor pending."""
     return index not in node.stored and index not in node.pending
 
 
 class DiskJobs:
-    """Queues jobs for the writer thread, and applies their outcomes to the trees and the agent table.
+    """Queues jobs for the writer thread; applies their outcomes to trees and agents.
 
-    Engine thread only; `post`, callable from any thread, brings outcomes back to it.
+    Engine thread only; `post`, thread-safe, brings outcomes back.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DiskJobs:
         targets: Sequence[BlockToWrite] = (),
         finish: Callable[[Committed], None] = lambda outcome: None,
     ) -> None:
-        """Queue a job that writes `targets`. Its outcome is applied, then passed to `finish`."""
+        """Queue a job that writes `targets`; `finish` gets its outcome, already applied."""
         self._unfinished += 1
         num_bytes = sum(target.num_bytes for target in targets)
 
@@ -122,7 +122,7 @@ class DiskJobs:
         return self._unfinished > 0
 
     def flush(self) -> None:
-        """Block until all queued jobs are done. Not while serving."""
+        """Wait for all queued jobs. Not while serving."""
         finished: Future[None] = Future()
         self._writer.submit(lambda: None, lambda result: finished.set_result(None))
         finished.result()
@@ -154,10 +154,7 @@ class DiskJobs:
             cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
 
     def _forget(self, name: BlockName) -> None:
-        """Evict a tail (partly filled block) that has a longer replacement.
-
-        Other tails only expire: the next request may use an earlier adapter.
-        """
+        """Evict a tail (partly filled block) if outgrown, else expire it: a request may use an earlier adapter."""
         cache = self._caches.find(name.cache)
         node = None if cache is None else cache.prefix.tree.node(name.chain)
         if cache is None or node is None or name.group in node.pending:
@@ -170,7 +167,7 @@ class DiskJobs:
             cache.prefix.mark_missing(node, name.group)
 
     def forget_lost(self) -> None:
-        """Mark externally removed files as missing, so that later turns write them again."""
+        """Mark lost files as missing: later turns write them again."""
         for cache in self._caches:
             for node in list(cache.prefix.tree.walk()):
                 named = (BlockName(node.chain, index, cache.name) for index in node.stored)
@@ -191,7 +188,7 @@ def _copied(target: BlockToWrite) -> BlockWrite:
 
 
 def _is_outgrown(tail: Node, group: int) -> bool:
-    """Whether the tail is not in RAM, or a longer block of this KV origin starts with its tokens."""
+    """Whether the tail is not in RAM, or a longer block of its KV origin starts with it."""
     parent = tail.parent
     if parent is None or group not in tail.block_ids:
         return True

@@ -1,6 +1,6 @@
 """Matches prompts to an agent's lineages, and ranks lineages for eviction.
 
-Lineages are the conversations of a client session: the main one, subagents, titles, and branches left by edits.
+Lineages are an agent's conversations: the main one, subagents, titles, and branches left by edits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from agentcache.store.manifest import AgentRecord
 
 log = logging.getLogger("agentcache.lineages")
 
-# Characters that must match after an omission, fewer at the transcript's end; most omissions.
+# Characters that must match after an omission, and at the transcript's end; most omissions.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
 class ReadTranscripts:
-    """Keeps transcripts in RAM while referenced, except those with missing or damaged logs.
+    """Reads logs, and keeps transcripts in RAM while referenced, except with missing or damaged logs.
 
-    The constructor reads logs. Raises FileUnavailable: without the transcript, a turn would restart a conversation.
+    Raises FileUnavailable: without the transcript, a turn would restart a conversation.
     """
 
     def __init__(self, transcripts: Sequence[Transcript]) -> None:
@@ -54,10 +54,10 @@ class PlainPrompt:
     """A prompt before it is matched."""
 
     content: str | array[int]  # marked text, or token ids
-    retells: tuple[Transcript, ...] = ()  # transcripts that it continues, perhaps reworded
+    retells: tuple[Transcript, ...] = ()  # those that it continues, perhaps reworded
     volatile: Volatile | None = None
     notes: tuple[str, ...] = ()
-    read: ReadTranscripts | None = field(default=None, compare=False, repr=False)  # those compared, kept in RAM
+    read: ReadTranscripts | None = field(default=None, compare=False, repr=False)  # those compared
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:
         return transcript.text if isinstance(self.content, str) else transcript.ids
@@ -69,7 +69,7 @@ class PlainPrompt:
         return self.shared_with(transcript) == len(self._same_of(transcript))
 
     def goes_on_from(self, transcript: Transcript) -> bool:
-        """Whether it continues the transcript, apart from generated text: templates may omit earlier thoughts."""
+        """Whether it continues the transcript, apart from generated text: templates may omit thoughts."""
         if self.extends(transcript) or any(transcript is told for told in self.retells):
             return True
         return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
@@ -89,7 +89,7 @@ class PlainPrompt:
         return len_common_prefix(other.content, self.content) == len(other.content)
 
     def is_another_beginning(self, transcript: Transcript, shared: int) -> bool:
-        """Whether the shared part is under half of both, such as a template's first words."""
+        """Whether the shared part, such as a template's beginning, is under half of both."""
         return not shared or 2 * shared < min(len(self._same_of(transcript)), len(self.content))
 
 
@@ -119,9 +119,9 @@ def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
 
 
 def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:
-    """The lineage that shares most with a prompt; None if that is too little.
+    """Return the lineage that shares most with a prompt, then the last used; None if that is too little.
 
-    Ties: more tokens shared, then last used. Another salt, or a transcript outside RAM, never matches.
+    Another salt, or a transcript outside RAM, never matches.
     """
     best: tuple[tuple[int, int, float], AgentRecord] | None = None
     for record in lineages:
@@ -140,8 +140,8 @@ def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> A
 def is_twin(found: AgentRecord, lineages: Iterable[AgentRecord], prompt: PlainPrompt) -> bool:
     """Whether a repeated prompt replaces `found`, its last answer.
 
-    True for a single prompt with its answer, such as a title. Otherwise the first regenerated answer is a new lineage,
-    so that the user can go back; later ones replace it.
+    True for a single prompt with its answer, such as a title. Else the first regenerated answer is a new lineage, for
+    the user to go back to; later ones replace it.
     """
     if not prompt.is_answered_by(found.transcript):
         return False
@@ -157,7 +157,7 @@ def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
 
 
 def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
-    """Saved tokens, by lineage name, that would be computed again without it, in whole blocks."""
+    """Return saved tokens by lineage that would be computed again without it."""
     shared = dict.fromkeys((record.name for record in lineages), 0)
     for one, other in combinations(lineages, 2):
         if one.salt == other.salt:
@@ -168,7 +168,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 
 
 def eviction_priority(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
-    """Seconds since last use, times the agent's largest unshared size over the lineage's.
+    """Return seconds since last use, times the agent's largest unshared size over the lineage's.
 
     Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`table.time_after`).
     """

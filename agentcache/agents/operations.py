@@ -28,7 +28,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class AgentOperations:
-    """Operations on idle agents; unknown ones raise NotFound. Engine thread only."""
+    """Operations on idle agents. Raises as `AgentTable`. Engine thread only."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class AgentOperations:
                 self._persistence.save_record(copy, saved_all)
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
-        """Drop blocks outside the transcript, which an unsaved turn may have changed."""
+        """Drop blocks outside the transcript, after an unsaved turn."""
         if not record.transcript.is_in_ram:
             return record  # so it is in the log
         has_state = self._cache.snapshots is not None
@@ -157,7 +157,7 @@ class AgentOperations:
         return cut_residuals(record, self._caches.namespace)
 
     def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Delete an agent, or one lineage, except blocks that another lineage names.
+        """Delete an agent or a lineage, except blocks that another one names.
 
         An agent's only lineage, if named, is emptied instead.
         """
@@ -193,7 +193,7 @@ class AgentOperations:
         residuals = [turn for cache in self._caches.further if (turn := self._residual_turn(record, cache)) is not None]
         self._persistence.commit(record, [CacheTurn(BASE_CACHE, num_saved, blocks), *residuals], done)
         for block in reversed(blocks):
-            self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
+            self._cache.slots.prune(block.node)  # empty ones that `blocks_of` inserted
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> CacheTurn | None:
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
@@ -209,7 +209,7 @@ class AgentOperations:
     def restore(
         self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
     ) -> None:
-        """Load an agent's or lineage's blocks into RAM, the longest lineage last."""
+        """Load an agent's or a lineage's blocks into RAM, the longest last."""
         started, restored_bytes = time.perf_counter(), 0
         lineages = sorted(
             self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True
@@ -240,7 +240,7 @@ class AgentOperations:
                 try:
                     cache.arenas.evaluate()
                 finally:
-                    cache.prefix.abandon(sequence)  # the tree owns the loaded blocks
+                    cache.prefix.abandon(sequence)  # the tree keeps loaded blocks
                 if restored.complete:
                     due.pop()
                 go_on()
@@ -297,7 +297,7 @@ def _ram_bytes(cache: PrefixCache, prefixes: Iterable[Cached]) -> int:
 
 
 class Eviction:
-    """Frees RAM of one agent on request, or of all under memory pressure. Engine thread only."""
+    """Frees RAM on request or under memory pressure. Engine thread only."""
 
     def __init__(self, caches: KeptCaches, agents: AgentTable, persistence: Persistence) -> None:
         self._caches = caches
@@ -310,7 +310,7 @@ class Eviction:
     ) -> None:
         """Free an agent's or lineage's RAM of one `kind` (None for all), except unsaved blocks and those being read.
 
-        Includes unneeded tails after its blocks: they would keep those in RAM.
+        Also evicts unneeded tails, which would keep the blocks in RAM.
         """
         known = self._agents.lineages(agent_id, lineage)
         blocks = blocks_of(known)
@@ -328,7 +328,7 @@ class Eviction:
         self._persistence.jobs.when_finished(evict)
 
     def evict_unread(self, share: float) -> int:
-        """Evict a share of the unread saved blocks, least recently used first; return their number."""
+        """Evict a share of the saved blocks that no request reads, stalest first; return their number."""
         unsaved = self._unsaved()
         return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
 
@@ -341,7 +341,7 @@ class Eviction:
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
     def evict_snapshots(self, share: float) -> int:
-        """Evict a share of the unpinned checkpoints, least recently used first; return their number.
+        """Evict a share of the unpinned checkpoints, stalest first; return their number.
 
         A lineage's last checkpoint stays until it is on disk; its write starts here.
         """

@@ -33,10 +33,9 @@ T = TypeVar("T")
 
 
 class Persistence:
-    """Saves, imports and deletes lineages through disk jobs. Engine thread only.
+    """Saves, imports and deletes lineages by disk jobs. Engine thread only.
 
-    `post` schedules a callback on the engine thread, from any thread. `max_lineages` is per agent, and at least
-    `SHARED_LINEAGES` for those in `shared`.
+    `max_lineages` is per agent, and at least `SHARED_LINEAGES` for those in `shared`.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Persistence:
         self.store.close()
 
     def tidy(self) -> None:
-        """Delete surplus lineages and orphaned files; evict down to the disk budget."""
+        """Delete surplus lineages and orphaned files, before serving; evict down to the disk budget."""
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.jobs.flush()
@@ -87,7 +86,6 @@ class Persistence:
         self._caches.close(name)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[PathBlock]:
-        """As `lay_out`, for base."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
@@ -105,7 +103,7 @@ class Persistence:
     ) -> None:
         """Write blocks that a running request has filled, and pin them until `commit` or `release`, which must follow.
 
-        `written` gets the number of bytes, before the commit.
+        `written` gets the size in bytes, before the commit.
         """
         blocks, kept = list(blocks), self._caches.get(cache)
         targets = [
@@ -133,12 +131,12 @@ class Persistence:
         repeated: int = 0,
         final: bool = False,
     ) -> None:
-        """Make a turn durable. `record` is the lineage after it; `turns` are base's, then adapters'."""
+        """Make a turn durable. `record`: the lineage after it. `turns`: base's, then adapters'."""
         record = self._snapshots.choose(record, lasting, repeated, final=final)
         self.turns.write(cut_residuals(record, self._caches.namespace), turns, done)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
-        """Write the last checkpoints of lineages unused for `idle` seconds. `now`: `time.monotonic()`."""
+        """Write last checkpoints of lineages idle for `idle` seconds. `now`: `time.monotonic()`."""
         for name in self._snapshots.idle(now, idle):
             if (record := self._agents.find(name)) is not None:
                 self.save_snapshot(record)
@@ -148,7 +146,7 @@ class Persistence:
         if record.name in self._unsaved and not self._pins.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
             turn = CacheTurn(BASE_CACHE, record.num_saved, blocks)
-            self.commit(record, [turn], lambda saved: None, final=True)  # on failure it is computed again
+            self.commit(record, [turn], lambda saved: None, final=True)  # computed again if it fails
             for block in reversed(blocks):
                 self._caches.base.prefix.slots.prune(block.node)
 
@@ -157,7 +155,7 @@ class Persistence:
         return self._snapshots.unsaved_since
 
     def read_transcripts(self, records: Iterable[AgentRecord], go_on: Callable[[], None]) -> None:
-        """Call `go_on` with the readable transcripts in RAM; they stay until it returns."""
+        """Call `go_on` while the readable transcripts are in RAM."""
         away = [record.transcript for record in records if not record.transcript.is_in_ram]
         if not away:
             go_on()
@@ -190,7 +188,7 @@ class Persistence:
         self.turns.write_record(record, done)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Save an imported agent, then add it to the table. Raises ArchiveRejected for other groups of residuals."""
+        """Save an imported agent, then add it to the table. Raises ArchiveRejected."""
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
         archive.records = tuple(self._agents.as_used_now(archive.records))
@@ -211,10 +209,7 @@ class Persistence:
             self.jobs.submit(partial(self._disk.bring_in, archive), finish=finish)
 
     def keep_bound(self, latest: AgentRecord) -> None:
-        """Delete idle lineages while the agent has too many.
-
-        `latest` was used last. It stays or, if unsaved, is deleted instead of a saved one.
-        """
+        """Delete idle lineages while the agent has too many; only `latest`, the last used, if that is not saved."""
         bound = self._max_lineages
         if latest.id in self._shared:
             bound = max(bound, SHARED_LINEAGES)
@@ -247,10 +242,7 @@ class Persistence:
 
 
 class UnavailableAgents:
-    """Agents with unreadable files. Engine thread only.
-
-    `set_aside`: their readable lineages, pinned here and left unchanged.
-    """
+    """Agents with unreadable files; pins their readable lineages, `set_aside`. Engine thread only."""
 
     def __init__(
         self,
@@ -269,16 +261,13 @@ class UnavailableAgents:
         self._disk = disk
         self._jobs = jobs
         self._set_aside = list(set_aside)
-        self._looked_at: dict[str, float] = {}  # when files were last read, by agent
-        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for it, by agent
+        self._looked_at: dict[str, float] = {}  # time of the last read, by agent
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # waiting callbacks, by agent
         for record in set_aside:
             pins.pin_lineage(record.name)
 
     def look_again(self, agent_id: str, done: Callable[[], None]) -> None:
-        """Retry an unavailable agent's files, at most every `LOOK_AGAIN_SECONDS`, then call `done`.
-
-        The agent is available once all are readable.
-        """
+        """Retry an agent's files, at most every `LOOK_AGAIN_SECONDS`; available once all are readable."""
         if (waiting := self._looking.get(agent_id)) is not None:
             waiting.append(done)
             return
@@ -322,8 +311,7 @@ class UnavailableAgents:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """After a failed removal, the lineage reappears at the next start."""
-    if saved.error is not None:
+    if saved.error is not None:  # the lineage reappears at the next start
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 
 

@@ -1,6 +1,6 @@
 """Restores verified blocks from disk into RAM.
 
-While no request computes, full blocks are read into their slots (`ReadsInPlace`), so that each byte is moved once.
+While no request computes, full blocks are read into their slots (`ReadsInPlace`), and each byte is moved once.
 Otherwise, if partly filled, or if the host cannot write device memory, blocks go through buffers (`BufferedReads`).
 """
 
@@ -35,24 +35,24 @@ from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
 
-# For the reads and copies of one step. Reused last in, first out, to stay in the processor's caches.
+# Reused last in, first out, to stay in the processor's caches.
 _BUFFERS_BYTES = 64 << 20
 _BATCH_BLOCKS = 16
-# All buffers fit the processor's caches. For uploads, fewer and larger transfers are better.
+# Buffers in use fit the processor's caches; uploads are better in fewer, larger transfers.
 _BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
 
-_AHEAD = 2  # queued jobs per reader before the engine thread reads one
+_AHEAD = 2  # jobs per reader before the engine thread reads one
 
 READERS = min(4, os.cpu_count() or 4)  # more evict each other's files from the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # below, a second thread only competes for the GIL
-_READS_BEGUN = READERS + 2  # so that each reader finds its next batch
-# Minimum seconds to read before the inbox is checked. Resuming is slow: tensors are located again.
+_READS_BEGUN = READERS + 2  # each reader finds its next batch
+# Seconds to read before the inbox is checked. Resuming is slow: tensors are located again.
 _LEAST_AT_ONCE = 0.02
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Outcome of a restore; incomplete if damaged files were quarantined."""
+    """Outcome of a restore; incomplete if files were missing, damaged or unreadable."""
 
     num_bytes: int
     seconds: float
@@ -61,7 +61,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Read:
-    """Result of reading one file: `extras` is None if it was damaged; `data` if it is already in its slot."""
+    """Result of reading one file: `extras` is None if it failed, `data` if already in its slot."""
 
     load: Load
     extras: Extras | None
@@ -70,7 +70,7 @@ class Read:
 
 @dataclass
 class Restoring:
-    """Counts the remaining blocks of a restore. Engine thread only."""
+    """A restore under way. Engine thread only."""
 
     cache: KeptCache
     sequence: BlockTables
@@ -118,7 +118,7 @@ class _Batch:
 
 
 class BufferedReads:
-    """Reads blocks into a fixed set of buffers while the engine computes; copies them to slots between steps.
+    """Reads blocks into buffers while the engine computes; copies them to slots between steps.
 
     Engine thread only, unless noted.
     """
@@ -137,14 +137,14 @@ class BufferedReads:
         self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
         most = max(group.bytes_per_block * self._batch_blocks(group) for group in base.prefix.all_groups)
         count = max(2, _BUFFERS_BYTES // most)
-        # Guards the fields below. Reentrant: a read that has already finished runs its callback inside `_begin_reads`.
+        # For the fields below. Reentrant: a read that has already finished runs its callback inside `_begin_reads`.
         self._lock = threading.RLock()
         self._buffers = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(count)]
         self._due: deque[_Batch] = deque()
         self._begun = 0
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
-        """Fill base's slots of `tables` with zero blocks, along the path of real ones."""
+        """Fill base's slots of `tables` with zeros, as real blocks are read."""
         base = self._base
         for index, table in enumerate(tables):
             group = base.prefix.groups[index]
@@ -246,7 +246,7 @@ class Job:
 
 
 class ReadsInPlace:
-    """Runs read jobs on `count` threads of `readers` and on the engine thread, which chooses the next block."""
+    """Runs read jobs on `count` threads of `readers` and on the engine thread, which alone chooses blocks."""
 
     def __init__(self, store: Store, readers: Executor, count: int) -> None:
         self._store = store
@@ -254,13 +254,10 @@ class ReadsInPlace:
         self._count = count
         self._due: SimpleQueue[Job | None] = SimpleQueue()
         self._ended: list[tuple[Restoring, Read]] = []
-        self._buffers: list[RestBuffer] = []  # free ones, likely in the processor's caches
+        self._buffers: list[RestBuffer] = []
 
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
-        """Carry out jobs, taken lazily. Failed blocks count as missing.
-
-        Afterwards no thread touches the jobs' places.
-        """
+        """Carry out jobs, taken lazily; afterwards no thread touches their places. Failed blocks count as missing."""
         self._ended = []
         readers: list[Future[None]] = []
         try:
@@ -348,7 +345,7 @@ class Restorer:
         self._post = post
         self._is_idle = is_idle
         self._is_awaited = is_awaited
-        self._whole: deque[tuple[Restoring, Load]] = deque()  # full blocks, to be read in place
+        self._whole: deque[tuple[Restoring, Load]] = deque()  # full blocks
         sizes = [group.bytes_per_block for group in caches.base.prefix.all_groups]
         readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="agentcache-reader")
@@ -368,7 +365,7 @@ class Restorer:
         self._readers.shutdown(wait=True)
 
     def restore(self, sequence: BlockTables, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
-        """Load a sequence's blocks into RAM. `done` gets the outcome, even if the sequence has ended by then."""
+        """Load a sequence's blocks into RAM; call `done` even if the sequence has ended."""
         kept, loads = self._caches.get(cache), sorted(sequence.loads, key=lambda load: load.group)
         restore = Restoring(kept, sequence, done, blocks_due=len(loads))
         self.buffered.read(restore, [load for load in loads if not load.node.is_full])
@@ -380,7 +377,7 @@ class Restorer:
             done(Restored(0, 0.0, complete=True))
 
     def _go_on(self) -> None:
-        """Read in place for a while; once a request computes, use buffers."""
+        """Read in place until a request computes; then use buffers."""
         reads = self._whole and self._is_idle() and self._read_in_place()
         if reads and self._whole and self._is_idle():
             self._post(self._go_on)
@@ -409,7 +406,7 @@ class Restorer:
         return bool(others or ended)
 
     def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:
-        """Before readers start: MLX releases the GIL per tensor and would wait to get it back."""
+        # Before readers start: MLX releases the GIL per tensor and would wait to get it back.
         awaited = ((restore.cache, load) for restore, load in self._whole if not restore.sequence.closed)
         due = {(cache.name, load.group): cache for cache, load in awaited}
         return {(name, group): cache.arenas.memory(group) for (name, group), cache in due.items()}
@@ -417,10 +414,7 @@ class Restorer:
     def _jobs(
         self, memories: Mapping[tuple[str, int], GroupMemory | None], others: list[tuple[Restoring, Load]]
     ) -> Iterator[Job]:
-        """Yield jobs for queued blocks, until time is up and a message waits.
-
-        `others` receives blocks of closed sequences or without a place.
-        """
+        """Yield jobs until time is up and a message waits; collect blocks without a place."""
         may_end_at = time.perf_counter() + _LEAST_AT_ONCE
         while self._whole:
             restore, load = self._whole.popleft()

@@ -1,4 +1,4 @@
-"""Tables of agents and their lineages: as of their last turns, and as on disk."""
+"""Tables of lineages: as of their last turns, and as on disk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFou
 from agentcache.store.manifest import AgentRecord, agent_of, as_time
 
 _LEAST_TRANSCRIPT_BYTES = 16 << 20
-_TRANSCRIPT_SHARE = 64  # divisor of the RAM budget; transcripts get that part on top of it
+_TRANSCRIPT_SHARE = 64  # divisor of the RAM budget, to which transcripts add that part
 
 # Times of use always increase, even if the clock was wrong by years.
-_TIME_STEP = 1e-6  # seconds; about four units of a float's resolution today
+_TIME_STEP = 1e-6  # seconds; about four units of a float's resolution
 
 
 def transcript_budget(ram_budget: int) -> int:
@@ -33,10 +33,7 @@ def transcript_budget(ram_budget: int) -> int:
 
 
 class ResidentTranscripts:
-    """Keeps recently used transcripts in RAM, within a budget; unsaved ones stay. Engine thread only.
-
-    Requests own the copies of evicted ones that they read.
-    """
+    """Keeps recently used transcripts in RAM, within a budget; unsaved ones stay. Engine thread only."""
 
     def __init__(self, ledger: Ledger, budget: int) -> None:
         self._budget = budget
@@ -73,25 +70,19 @@ class ResidentTranscripts:
 
 
 def time_now() -> float:
-    """System time within a manifest's limits."""
     return as_time(time.time())
 
 
 def time_after(latest: float) -> float:
-    """A time of use after `latest`, the latest known use."""
     return as_time(max(time.time(), latest + _TIME_STEP, math.nextafter(latest, math.inf)))
 
 
 def shown_time(last_used: float) -> float:
-    """Return `last_used`, but never a future time."""
     return min(last_used, time_now())
 
 
 class Agents:
-    """All lineages of the served model's agents at one moment.
-
-    A lineage repeats its agent's settings. Unavailable agents, with reasons by id, have no lineages here.
-    """
+    """All lineages of available agents; `unavailable`: reasons by id. A lineage repeats its agent's settings."""
 
     def __init__(
         self, lineages: dict[str, tuple[AgentRecord, ...]], unavailable: Mapping[str, str] = MappingProxyType({})
@@ -113,7 +104,7 @@ class Agents:
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """Empty if unknown. Raises AgentUnavailable."""
+        """Return an agent's lineages; empty if unknown. Raises AgentUnavailable."""
         if agent_id is None:
             return ()
         self.require_available(agent_id)
@@ -124,7 +115,7 @@ class Agents:
             raise AgentUnavailable(agent_id, reason, param=param)
 
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
-        """Raises NotFound, AgentUnavailable."""
+        """Return an agent's lineages, or one. Raises NotFound, AgentUnavailable."""
         found = self.known(agent_id)
         if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
@@ -137,7 +128,7 @@ class Agents:
         return (record,)
 
     def get(self, agent_id: str) -> AgentRecord:
-        """The longest lineage, of equals the last used."""
+        """Return the longest lineage, of equals the last used."""
         return max(self.lineages(agent_id), key=lambda record: (len(record.transcript), record.last_used))
 
     def count(self, agent_id: str) -> int:
@@ -173,13 +164,13 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def _changed(self, agent_id: str) -> None:
-        """Hook for changes of an agent's lineages."""
+        """Hook for subclasses."""
 
 
 class AgentTable(Lineages):
     """The agents as of their last turns, saved or not. Engine thread only; other threads get a `view`.
 
-    `transcripts`: None keeps all in RAM. `must_stay`: lineages whose transcript the engine thread needs.
+    Without `transcripts`, all stay in RAM. `must_stay`: lineages whose transcript the engine thread needs.
     """
 
     def __init__(
@@ -211,7 +202,7 @@ class AgentTable(Lineages):
             self._transcripts.forget(record.name)
 
     def set_aside(self, unavailable: Mapping[str, str]) -> list[AgentRecord]:
-        """Make agents unavailable, with reasons by id; return their lineages."""
+        """Make agents unavailable; return their lineages."""
         lineages = [record for record in self if record.id in unavailable]
         for record in lineages:
             self.remove(record)
@@ -238,12 +229,12 @@ class AgentTable(Lineages):
         self._latest_use = max(self._latest_use, last_used)
 
     def time_of_use(self) -> float:
-        """A `last_used` after all known ones, whatever the clock."""
+        """Return a time after all known uses, whatever the clock."""
         self._latest_use = time_after(self._latest_use)
         return self._latest_use
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
-        """Shift the times so that the latest is now."""
+        """Shift times so that the latest is now."""
         now, latest = self.time_of_use(), max(record.last_used for record in records)
         # Subtract first: adding a distant year would lose microseconds.
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
@@ -258,7 +249,7 @@ class AgentTable(Lineages):
             raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
         if agent_id in self._lineages:
             raise Conflict(f"agent {agent_id!r} exists already", param=param)
-        # Some file systems ignore the case of manifests' names.
+        # Some file systems ignore case.
         if clash := self._clash(agent_id):
             raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param=param)
         return AgentRecord(
@@ -311,9 +302,9 @@ class AgentTable(Lineages):
         self._view = None
 
     def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
-        """The idle lineage with the highest eviction priority, if the agent has more than `bound`.
+        """Return the idle lineage to evict, if the agent has more than `bound`.
 
-        The last used stays; if `bound` > 1, also the longest: short subagents must not evict a main conversation.
+        The last used stays; if `bound` > 1, also the longest: subagents must not evict a main conversation.
         """
         known = self._lineages.get(agent_id, ())
         if len(known) <= bound:
@@ -327,16 +318,16 @@ class AgentTable(Lineages):
 
 @dataclass(frozen=True)
 class Reduced:
-    """A lineage before and after some of its blocks were dropped."""
+    """A lineage before and after blocks were dropped."""
 
     before: AgentRecord
     after: AgentRecord
 
 
 class DurableLineages:
-    """Durable lineages, reference counts of their blocks, and the order of eviction. Touches no files.
+    """Durable lineages, references to their blocks, and the order of eviction. Touches no files.
 
-    Writer thread only, except `is_named`.
+    Writer thread only, except `is_named` and `find`.
     """
 
     def __init__(self, pins: Pins, is_open: Callable[[str], bool]) -> None:
@@ -359,7 +350,7 @@ class DurableLineages:
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Return the blocks that the lineage named."""
+        """Remove a lineage; return the blocks that it named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -368,7 +359,7 @@ class DurableLineages:
 
     def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
         self._unshared.pop(agent_id, None)
-        self._references.update(names_of(after - before))  # only differences: most blocks of a long context stay
+        self._references.update(names_of(after - before))  # differences: most blocks stay
         given_up = names_of(before - after)
         subtract(self._references, given_up)
         return given_up
@@ -381,7 +372,6 @@ class DurableLineages:
         return max((record.last_used for record in self._lineages), default=0.0)
 
     def stalest(self, now: float) -> AgentRecord | None:
-        """The unpinned lineage with blocks and the highest eviction priority."""
         with_blocks = (record for record in self._lineages if record.held)
         idle = (record for record in with_blocks if not self._pins.has_lineage(record.name))
         return max(idle, key=lambda record: self.eviction_priority(record, now), default=None)
@@ -392,14 +382,11 @@ class DurableLineages:
         return eviction_priority(record, self._unshared[record.id], now)
 
     def is_longest(self, record: AgentRecord) -> bool:
-        """Whether its agent has no longer lineage; then its transcript stays."""
+        """Whether none of its agent's is longer: then its transcript stays."""
         return record is self._lineages.get(record.id)
 
     def first_with_orphans(self) -> Reduced | None:
-        """The least recently used unpinned lineage with residuals of unloaded adapters.
-
-        They stay while there is room: the adapter may return.
-        """
+        """Return the stalest unpinned lineage with residuals of unloaded adapters, and its state without them."""
         reduced = (
             Reduced(record, self._with_open_residuals(record))
             for record in self._lineages
@@ -413,7 +400,7 @@ class DurableLineages:
 
 
 def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:
-    """One unreadable lineage suffices, lest a turn restart a conversation."""
+    # One unreadable lineage suffices: without it, a turn would restart a conversation.
     reasons: dict[str, str] = {}
     for name, reason in lineages.items():
         reasons.setdefault(agent_of(name), reason)
@@ -425,5 +412,4 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name, with checkpoints."""
     return {block for record in records for block in record.held}

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("agentcache.persistence")
 
-MOST_TRIES = 5  # of saving a turn whose blocks disappear
+MOST_TRIES = 5  # if blocks disappear
 
 
 @dataclass(frozen=True)
 class CacheTurn:
-    """A turn's blocks in one cache: base's, or the residuals of one adapter."""
+    """A turn's blocks in one cache."""
 
     cache: str
     num_tokens: int
     blocks: Sequence[PathBlock]  # all of the lineage's, in the order of `spans`
-    early: Sequence[PathBlock] = ()  # passed to `Persistence.save_blocks`, perhaps including surplus ones
+    early: Sequence[PathBlock] = ()  # passed to `Persistence.save_blocks`; some may be surplus
 
     @property
     def early_names(self) -> list[BlockName]:
@@ -47,7 +47,7 @@ class CacheTurn:
 
 @dataclass(frozen=True)
 class CachePart:
-    """A `CacheTurn` on its way to disk, with its cache."""
+    """A `CacheTurn` on its way to disk."""
 
     cache: KeptCache
     blocks: Sequence[PathBlock]
@@ -56,8 +56,8 @@ class CachePart:
     @property
     def needed(self) -> list[tuple[Node, BlockName]]:
         """Blocks that later attention reads."""
-        # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
-        # this one reads the adapter's block with the same tokens.
+        # A partly filled block before the last ends where an adapter begins; this conversation reads the adapter's
+        # block, which has its tokens, too.
         groups = self.cache.prefix.groups
         return [
             (block.node, BlockName(block.node.chain, index, self.cache.name))
@@ -94,12 +94,12 @@ class TurnWrite:
     record: AgentRecord
     parts: list[CachePart]  # base's, then one per adapter with residuals
     before: AgentRecord | None  # in the table before the turn
-    counted_on: Sequence[BlockName]  # pinned blocks that the turn adds to the lineage
-    held: Sequence[BlockName]  # with the early ones, too
+    counted_on: Sequence[BlockName]  # pinned blocks that the turn adds
+    held: Sequence[BlockName]  # these and the early ones
     done: Callable[[Saved], None]
     state: WriteState = WriteState.WRITE
     tries: int = 0
-    num_bytes: int = 0  # written by all tries
+    num_bytes: int = 0  # of all tries
     error: str | None = None
 
     @property
@@ -108,7 +108,6 @@ class TurnWrite:
         return [each for part in self.parts for each in part.needed]
 
     def begin(self) -> None:
-        """Count a try; leave residuals out if they are lost."""
         if self.state is WriteState.WITHOUT_RESIDUALS:
             for part in self.parts[1:]:
                 self.record = self.record.without_residual(part.cache.name)
@@ -135,7 +134,7 @@ class TurnWrite:
 
 
 class TurnWriter:
-    """Saves turns by jobs of the writer thread, and counts failures. Engine thread only."""
+    """Saves turns by disk jobs, and counts failures. Engine thread only."""
 
     def __init__(self, disk: Disk, jobs: DiskJobs, caches: KeptCaches, agents: AgentTable, pins: Pins) -> None:
         self._disk = disk
@@ -146,10 +145,7 @@ class TurnWriter:
         self.failures = 0
 
     def write(self, record: AgentRecord, turns: Sequence[CacheTurn], done: Callable[[Saved], None]) -> None:
-        """Make a turn durable (`Disk.commit`).
-
-        Residuals that do not fit, or are lost, are left out. Those of adapters without a turn stay.
-        """
+        """Make a turn durable, without residuals that do not fit or are lost. Those of other adapters stay."""
         base, *residuals = turns
         parts, early = [CachePart(self._caches.base, base.blocks, record.num_saved)], base.early_names
         for turn in residuals:
@@ -163,7 +159,7 @@ class TurnWriter:
         before = self._agents.find(record.name)
         durable = before or record.without_blocks()
         counted_on = names_of(set(record.held).difference(durable.held))
-        # The table keeps the old durable blocks until the job succeeds.
+        # The table keeps the durable blocks until the job succeeds.
         self._agents.put(record.with_blocks_of(durable))
         self._pins.pin_lineage(record.name)  # keeps its durable blocks from eviction
         self._pins.hold_blocks(counted_on)
@@ -210,12 +206,12 @@ class TurnWriter:
         if write.state in (WriteState.RETRY, WriteState.WITHOUT_RESIDUALS):
             self._submit(write)
             return
-        if outcome.lost:  # such a job keeps its pins for the next one
+        if outcome.lost:  # the job has kept its pins
             self.release(write.held)
         self._end(write.record, write.done, Saved(write.num_bytes, write.error))
 
     def write_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork), with the lineage pinned."""
+        """Write only manifest and transcript, with the lineage pinned."""
         with self._pins.holding([record.name]):
             self._jobs.submit(
                 partial(self._disk.commit, SavedTurn(record)),
@@ -234,7 +230,7 @@ class TurnWriter:
         done(saved)
 
     def release(self, names: Sequence[BlockName]) -> None:
-        """Unpin blocks of a dropped turn, and delete their files if no lineage names them."""
+        """Unpin blocks of a dropped turn; delete them if no lineage names them."""
         if names:
             self._pins.let_blocks_go(names)
             self._jobs.submit(partial(self._disk.sweep, names))
@@ -249,10 +245,10 @@ class UnsavedCheckpoint:
 
 
 class SavedSnapshots:
-    """Selects checkpoints to save, and tracks lineages whose last one is only in RAM. Engine thread only.
+    """Selects checkpoints to save; tracks lineages whose last one is only in RAM. Engine thread only.
 
-    `first_thought`: tokens before the first thought, which a chat template may omit later.
-    `unsaved`: by lineage, oldest first; written here only.
+    `first_thought`: tokens before the first thought, which a template may omit later. `unsaved`: by lineage, oldest
+    first; written here only.
     """
 
     def __init__(
@@ -270,10 +266,10 @@ class SavedSnapshots:
         self._unsaved = unsaved
 
     def choose(self, record: AgentRecord, lasting: int, repeated: int, *, final: bool) -> AgentRecord:
-        """Return the record with the checkpoints to save; without new ones if the disk budget cannot hold them.
+        """Return the record with the checkpoints to save, without new ones if the disk budget has no room.
 
-        `lasting`: position after the system prompt, or 0. `repeated`: as in `Submit`; of the last turn if `final`.
-        `final`: save all that a restart would compute again.
+        `lasting`: position after the system prompt, or 0. `repeated`: as in `Submit`. `final`: save all that a restart
+        would compute again.
         """
         cache = self._caches.base.prefix
         snapshots = cache.snapshots

@@ -95,7 +95,7 @@ class ArchivedContent:
 
 
 def _none_there() -> ArchiveRejected:
-    """One message for all causes reveals nothing about files."""
+    # One message for all causes reveals nothing about files.
     message = "no agentcache archive can be read at this path: name a file that agentcache export has written"
     return ArchiveRejected(message, param="path")
 

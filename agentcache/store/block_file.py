@@ -51,8 +51,8 @@ _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
 # Metadata that differs within a group and KV origin, in order.
 _OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
-# By item size: bits of +infinity (signed), -infinity (unsigned). Infinities and NaNs have the largest bits of their
-# sign: two maxima find them without a copy.
+# By item size: bits of +infinity (signed), -infinity (unsigned). No finite value of the same sign has larger bits, so
+# that two maxima find infinities and NaNs.
 _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
     2: (np.int16(0x7C00), np.uint16(0xFC00)),
     4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
@@ -174,7 +174,7 @@ def encode_block(
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
-    """Verify a file, and return views of `buffer`. Raises as `verify_block`."""
+    """Decode and verify a file; its data is a view of `buffer`. Raises as `verify_block`."""
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     first = first_float(spec.group(header.group), header.num_tokens)

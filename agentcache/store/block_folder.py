@@ -59,7 +59,7 @@ class BlockCopy:
 
 
 class BlockReader:
-    """Reads block files, adopted by `usage`; quarantines damaged ones. `specs`: by cache; `unavailable`: by key."""
+    """Reads block files, adopted by `usage`; quarantines damaged ones. `specs`: by cache; `unavailable`: keys."""
 
     def __init__(
         self,

@@ -135,16 +135,13 @@ class _Folder:
 
 
 class CacheFiles:
-    """Files (0600) and folders (0700) below `root`, by absolute path, whatever the umask.
-
-    Methods raise OSError: NotADirectoryError if a folder on the path is a link.
-    """
+    """Files (0600) and folders (0700) below `root`, by absolute path. Raises NotADirectoryError for a linked folder."""
 
     def __init__(self, root: Path, durability: Durability = Durability.FULL) -> None:
         self.root = root
         self._durability = durability
         self._root = os.fspath(root)
-        self.lasting: Collection[str] = ()  # folders that stay open after `keep_open`, until `close`
+        self.lasting: Collection[str] = ()  # folders that stay open after `keep_open`
         # Of files that user root writes: the folder's owner must be able to read them. None if unknown.
         self._owner: tuple[int, int] | tuple[()] | None = None
         self._kept: dict[str, _Folder] = {}

@@ -1,4 +1,4 @@
-"""File sizes in a cache folder, the disk budget, and the quarantine."""
+"""File sizes, the disk budget, and the quarantine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DiskUsage:
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
-        """Forget all files outside quarantine, before `adopt_blocks` and `adopt_agents`."""
+        """Forget all files outside quarantine, before they are adopted again."""
         with self._lock:
             self._sizes = {}
             self._kinds = {}

@@ -67,7 +67,7 @@ def folder_of(name: str) -> str:
 
 
 def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
-    """Find a model's names in a cache folder, which may not exist."""
+    """Find a model's names; the cache folder may not exist."""
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
     labelled = [label.name for label in sorted(labels, key=lambda label: label.order)]
@@ -79,7 +79,7 @@ def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNam
 
 
 def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
-    """Label folders, under the lock. A later start retries failures."""
+    """Label folders, under the lock; a later start retries."""
     if not names.identity:
         return
     labels = {label.name: label for label in _labels(files) if label.identity == names.identity}
@@ -142,7 +142,7 @@ def _labels(files: CacheFiles) -> list[_Label]:
 def _folders(files: CacheFiles) -> Sequence[str]:
     try:
         return sorted(name for name, _ in files.list_folder(files.root / AGENTS))
-    except OSError:  # new, or unreadable: opening the store reports it
+    except OSError:  # opening the store reports it
         return ()
 
 

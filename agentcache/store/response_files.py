@@ -1,8 +1,8 @@
 """Stored responses of `/v1/responses`, one file per agent.
 
 A line is a checksum and a JSON object: response, echo, and the request's items. Shared values are in the first line
-that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them. Ids contain their
-agent's tag, to find its file, and never become part of a path.
+that uses them; later lines have their digests. The next write drops damaged lines. Ids contain their agent's tag, to
+find its file, and never become part of a path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_RAM_BYTES = 2 * MOST_BYTES
 # Bounds also limit RAM, by `_weight`: a line of empty lists takes 25 times its length.
 _RAM_PER_BYTE = 4
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# RAM of a list, an object, an entry, a value behind a comma.
+# Estimated RAM.
 _VALUE_BYTES = {b"[": 64, b"{": 64, b":": 128, b",": 72}
 _TAG = re.compile(r"[a-z]{2,8}_([0-9a-f]{8})[0-9a-f]{24}")
 _CHECKSUM_CHARS = 32

@@ -26,8 +26,8 @@ log = logging.getLogger("agentcache.store")
 class SavedAgents:
     """The lineages in all agent folders, given by `model[:16]`.
 
-    Blocks of another model or cache spec are **unreadable**. They stay for a server that reads them, until room is
-    needed or their lineage is saved again or deleted.
+    Blocks of another model or cache spec are **unreadable**. They stay until room is needed or their lineage is saved
+    again or deleted.
     """
 
     def __init__(self, folders: Mapping[str, AgentFolder], model: str, spec: str, blocks: BlockFolder) -> None:
@@ -38,7 +38,7 @@ class SavedAgents:
         self.served = folders[model[:16]]
 
     def load_served(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> list[SavedAgent]:
-        """Load the served model's (`AgentFolder.load`)."""
+        """Load the served model's lineages (`AgentFolder.load`)."""
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
@@ -49,7 +49,7 @@ class SavedAgents:
         return [agent for agent in loaded if self._is_served(agent)]
 
     def load_all(self) -> None:
-        """Load all models' lineages, for the methods below; their transcripts leave RAM."""
+        """Load all models' lineages, for the methods below, without transcripts in RAM."""
         for folder in self._folders.values():
             self._load(folder, _leave_ram)
 
@@ -93,7 +93,6 @@ class SavedAgents:
         return [key for key in agent.block_keys() if key not in shared]
 
     def stalest_unreadable(self, has_block: Callable[[str], bool]) -> SavedAgent | None:
-        """The least recently used lineage with unreadable blocks on disk."""
         with_blocks = (agent for agent in self._unreadable() if any(map(has_block, agent.block_keys())))
         return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
@@ -144,7 +143,7 @@ class BlockClaims:
 
     @property
     def unclaimed_bytes(self) -> int:
-        """Bytes of blocks that are not evictable: unavailable manifests may name them."""
+        """Bytes of blocks that unavailable manifests may name: not evictable."""
         return sum(map(self._blocks.size_of, self._unclaimed - self.named())) if self._spared else 0
 
     def take_unclaimed(self, in_use: Collection[str]) -> set[str]:

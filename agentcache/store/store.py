@@ -236,7 +236,7 @@ class Store:
         return self._blocks.decode_zeros(header, buffer)
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """Write as `BlockFolder.write`; raise StoreError instead of OSError."""
+        """Write as `BlockFolder.write`."""
         with as_store_error("write blocks"), self.visit():
             return self._blocks.write(blocks)
 
@@ -285,7 +285,7 @@ class Store:
 
 
 def _make_root(root: Path) -> None:
-    """Create a missing cache folder, durably; set its mode unless it has foreign entries."""
+    """Create a missing cache folder, durably; set its mode unless other files are in it."""
     try:
         new = make_private_folder(root)
     except FileExistsError:

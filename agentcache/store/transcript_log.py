@@ -103,7 +103,7 @@ class SalvagedLog:
 def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
     """Return the longest proven prefix of a log; None without content of that agent and model.
 
-    `model`: prefix of the fingerprint. `end`: as a manifest states it; ignored if no record ends there.
+    `model`: prefix of the fingerprint. `end`: of a manifest; ignored if no record ends there.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)

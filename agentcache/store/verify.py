@@ -53,7 +53,7 @@ class FolderReport:
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
-    """Verify every block, manifest and transcript. Files that vanish are ignored."""
+    """Verify every block, manifest and transcript; ignore files that vanish."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     blocks = _list(files, "blocks", ".safetensors", findings)
