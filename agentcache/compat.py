@@ -25,7 +25,7 @@ READ = {"mlx-lm": "0.32.2"}
 __all__ = [
     # Model folders. `load_model` does not fetch, and reads weights lazily, unlike `mlx_lm.load`.
     "MODEL_REMAPPING", "load_model", "load_tokenizer", "TokenizerWrapper",
-    # Caches: those that a model makes show what it keeps; recurrent layers run on `ArraysCache`.
+    # Caches. Recurrent layers run on `ArraysCache`.
     "ArraysCache", "CacheList", "KVCache", "RotatingKVCache", "make_prompt_cache", "create_causal_mask",
     "DynamicNTKScalingRoPE", "MultiLinear", "QuantizedMultiLinear", "SwitchLinear", "scaled_dot_product_attention",
 ]  # fmt: skip

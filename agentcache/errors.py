@@ -32,12 +32,10 @@ class ContextLengthExceeded(RequestError):
 
 
 class UnsupportedAdapter(RequestError):
-    """The adapter needs an unsupported feature."""
-
     code = "adapter_unsupported"
 
 
-class UnreadableAdapter(UnsupportedAdapter):  # no readable adapter at its path
+class UnreadableAdapter(UnsupportedAdapter):
     pass
 
 
@@ -62,8 +60,6 @@ class NotFound(RequestError):
 
 
 class RequestTooSlow(RequestError):
-    """The request did not arrive in time."""
-
     status = 408
     code = "request_too_slow"
     type = "timeout_error"
@@ -143,7 +139,7 @@ class BlockRejected(AgentCacheError):  # a cache file failed verification
     pass
 
 
-class BlockMissing(AgentCacheError):  # a cache file does not exist
+class BlockMissing(AgentCacheError):
     pass
 
 
@@ -159,7 +155,7 @@ class RequestCancelled(AgentCacheError):
     pass
 
 
-class EngineStopped(AgentCacheError):  # the engine thread has ended
+class EngineStopped(AgentCacheError):
     pass
 
 
@@ -167,7 +163,7 @@ class RankLost(EngineStopped):  # another rank has exited or timed out
     pass
 
 
-class InternalError(AgentCacheError):  # unexpected failure of a library or component; the log has details
+class InternalError(AgentCacheError):  # unforeseen failure; the log has details
     pass
 
 

@@ -84,8 +84,7 @@ class LLM:
         adapters: by name, as `PATH` or `PATH:POLICY`.
         settings: other settings of `agentcache.settings.config.Config`, such as `ram_budget="8GB"`.
 
-    Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError: the engine cannot start.
+        Raises UnsupportedModel, CacheFolderInUse, ConfigError.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class LLM:
         return Reading(calling_format(known) if calls else known, prompt.tools or None, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
-        """Run a request and return each token's arrival (`time.perf_counter`); for benchmarks."""
+        """Run a request and return each token's arrival (`time.perf_counter`)."""
         times: list[float] = []
 
         def take(update: Update) -> None:

@@ -28,11 +28,11 @@ _CHANCE = random.SystemRandom()  # not seedable: processes must not choose the s
 
 
 class ServerNotStarted(AgentCacheError):
-    """The process ended or was not ready in time; the message ends with its last log lines."""
+    """The process ended or was not ready in time; the message has its last log lines."""
 
 
 class ServerProcess:
-    """One server process; a context manager.
+    """One server process.
 
     `log`: file to which its output is appended. `command`: replaces `agentcache serve`. `ready_seconds`: limit until
     `/health` answers 200. `started_at`: `time.monotonic`; infinite before the first start.

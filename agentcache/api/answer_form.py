@@ -1,5 +1,3 @@
-"""The form that an answer must have."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """A text, or calls; with both, the model chooses."""
+    """What an answer must be: a text, or calls; with both, the model chooses."""
 
     text: TextForm | None = None
     calls: Calls | None = None

@@ -14,8 +14,7 @@ class AdapterInfo:
     """One adapter as in `GET /v1/adapters`.
 
     `format`: `mlx-lm`, `peft`, or `model` for a decoder, without `max_rank`. `policy`: of requests that name none.
-    `running`: requests that use its weights, under any name. `first_layer`: lowest layer that it changes. `created`:
-    seconds since 1970.
+    `running`: requests with its weights, under any name. `first_layer`: lowest changed. `created`: seconds since 1970.
     """
 
     name: str
@@ -69,7 +68,7 @@ class MarkerToken:
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """Tool-call format and reasoning markers of a model; none by default.
+    """Tool-call format and reasoning markers of a model.
 
     `dialect`: name in `DIALECTS`, or `HARMONY`, which includes reasoning. `thoughts`: pairs of markers around
     reasoning. `thinks_first`: replies begin with unmarked reasoning.

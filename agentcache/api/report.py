@@ -86,9 +86,8 @@ class Volatile:
 class Report:
     """Cost and reuse of a request; the `agentcache` object beside `usage`.
 
-    `computed_tokens`: of the prompt, at least 1. `lost_tokens`: recomputed because RAM and disk had lost them.
-    `activated_at`: first token on which the adapter acted. `divergence`: relative error of base's KV against the
-    adapter's own; None if not measured. `notes`: changes made to the chat before its template was applied.
+    `computed_tokens`: of the prompt, at least 1. `divergence`: relative error of base's KV against the adapter's own;
+    None if not measured. `notes`: changes to the chat before its template. More in docs/memory.md and docs/sharing.md.
     """
 
     agent: str | None
@@ -124,7 +123,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Update:
-    """One piece of a running completion. The first describes the prompt; the last has the report, after the save.
+    """One piece of a completion. The first describes the prompt; the last has the report, after the save.
 
     `markers`: control tokens that structure a reply, with offsets in `text`. `prompt_end`: last characters of a chat's
     prompt, as marked text.

@@ -51,7 +51,7 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a reply is read (`text/replies/reader.py`); by default, all is text.
+    """How a reply is read; by default, all is text.
 
     `tools`: in OpenAI's format; None to leave calls in the text. `thoughts`: separate reasoning from text.
     """
@@ -80,8 +80,7 @@ class Request:
         priority: None for background if nothing is generated, else interactive.
         adapter: None for the agent's own, or base.
         policy: None for the agent's or the adapter's own.
-        invocation_start: first token on which an activated adapter acts; None for its last invocation.
-        invocation_optional: without an invocation, base answers instead of an error.
+        invocation_start, invocation_optional: see docs/sharing.md.
         reading: `sampling.stop` applies to the answer's text, not to thoughts and calls.
     """
 
@@ -107,7 +106,7 @@ class Request:
         return self.priority is Priority.BACKGROUND
 
     def fork(self, index: int) -> Request:
-        """Request of answer `index`, from 1, which is added to its seed, as in vLLM."""
+        """Request of answer `index`, from 1; its seed is higher by `index`, as in vLLM."""
         own = self.sampling
         seed = None if own.seed is None else own.seed + index
         sampling = replace(own, seed=seed, prompt_logprobs=False)

@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Progress of choosing the KV precision: forward passes, at most `most`, and the precision at the end."""
+    """Progress of the precision search: forward passes, at most `most`."""
 
     done: int
     most: int = 0

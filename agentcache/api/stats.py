@@ -1,5 +1,3 @@
-"""Counters and sizes of the running engine, for `/v1/cache/stats` and `/metrics`."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ class RamUse:
 
 @dataclass(frozen=True)
 class Metric:
-    """A field of `CacheStats` in `/metrics`: name without prefix and suffix, and help text."""
+    """A field of `CacheStats` in `/metrics`; `name` is without prefix and suffix."""
 
     name: str
     help: str

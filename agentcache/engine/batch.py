@@ -151,7 +151,7 @@ class LateToken:
 
 
 class Batch:
-    """The device's work for one step, built and started while it computes the previous one.
+    """The device's work for one step, built while it computes the previous one.
 
     `context`: computed tokens of the first row. `choice`: without late tokens; None if no row is complete.
     `awaits_choice`: call `choose`, after `start` and the previous batch's results.

@@ -116,7 +116,6 @@ class Output:
         return Shown(text, self._markers_until(begin, until))
 
     def _markers_until(self, begin: int, until: int) -> tuple[tuple[int, str], ...]:
-        """Remove and return markers wholly in this range."""
         shown: list[tuple[int, str]] = []
         while self._placed:
             at, marker = self._placed[0]

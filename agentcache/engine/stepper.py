@@ -21,7 +21,7 @@ from agentcache.ranks.lost import lost_rank
 
 # Share of a decode step's measured time to wait for grammar masks; below 1, as that includes this wait.
 _OF_A_STEP = 0.8
-_NOTHING_ELSE = 0.05  # seconds to wait for a mask if idle, before reading messages
+_NOTHING_ELSE = 0.05  # seconds to wait for a mask, if idle
 
 
 class Stepper:
@@ -63,8 +63,8 @@ class Stepper:
     def step(self) -> None:
         """Build and start the next batch, then await the previous one and apply its results.
 
-        Results may void rows of the next batch. With a grammar, its tokens are chosen after the previous ones; a row
-        whose mask is late skips steps.
+        Results may void rows of the next batch. With a grammar, tokens are chosen after the previous ones; a row whose
+        mask is late skips steps.
         """
         self._admission.admit()
         self._sharing.look()

@@ -1,7 +1,7 @@
 """Divides device time between decoding and prefill.
 
 While requests decode, a chunk takes at most `max_stall`, and decoding then gets its share. Short prompts and first
-tokens of answers may go early; the decode deficit, in seconds, balances that later.
+tokens of answers may go early; the decode deficit balances that later.
 
 Without decoding, no current measurement counts: where a prompt is cut decides the last bits of its KV, which must not
 depend on load.
@@ -40,10 +40,10 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
 
 
 class TokenBudget:
-    """Measured rates and the decode deficit.
+    """Measured rates and the decode deficit, in seconds.
 
-    `max_stall`: longest chunk, in seconds, while requests decode. `chunk`, `idle_chunk`: largest, in tokens, while
-    requests decode, and otherwise. `token_seconds`: rate before a measurement; inf if unknown.
+    `chunk`, `idle_chunk`: largest chunk, in tokens, while requests decode, and otherwise. `token_seconds`: rate before
+    a measurement; inf if unknown.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TokenBudget:
         return self._rates[max(shallower) if shallower else min(self._rates)].at(context)
 
     def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
-        """Record a chunk: `contended` if it delayed decoding, `whole` if it ran all layers, so that its rate counts."""
+        """Record a chunk: `contended` if it delayed decoding, `whole` if it ran all layers."""
         if whole:
             self._note_rate(seconds, num_tokens, context)
         deficit = self._deficit + seconds * self._ratio

@@ -1,6 +1,6 @@
 """Steps on dummy tokens at start: to warm up, and to measure the seconds per prompt token.
 
-That rate cuts prompts (`token_budget`), so it must not vary: it is measured once per model, device and MLX version.
+That rate cuts prompts (`token_budget`): it is measured once per model, device and MLX version.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ MEASURE_SECONDS = 4.0
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate` and `call`. Belongs to one event loop.
 
-    With `warm_up`, a long measurement of the KV precision is postponed (docs/models.md); the engine is replaced after
-    it, while calls wait.
+    With `warm_up`, a long measurement of the KV precision is postponed; then the engine is replaced, while calls wait.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
@@ -217,7 +216,7 @@ class AsyncEngine:
             self._thread.tell(RelieveMemory(level))
 
     async def close(self) -> None:
-        """Cancel running requests, finish writes and release the cache folder."""
+        """Cancel requests, finish writes and release the cache folder."""
         self._is_open = False
         if self._watch is not None:
             self._watch.cancel()

@@ -42,10 +42,7 @@ _COUNTED = 4  # times the tokens that can run
 
 
 class Receiver:
-    """Passes a request's updates to `take`.
-
-    `ended`: done after the last update. `finished`: done when the engine has finished, including the save.
-    """
+    """Passes updates to `take`. `ended` is done after the last one, `finished` when the engine is, after the save."""
 
     def __init__(self, take: Callable[[Update], None]) -> None:
         loop = asyncio.get_running_loop()

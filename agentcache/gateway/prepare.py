@@ -1,4 +1,4 @@
-"""Makes tokens of prompts, in the words of their agent's transcripts. Runs on worker threads."""
+"""Makes tokens of prompts, in the words of agents' transcripts. Runs on worker threads."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class AdapterChoice:
 
 
 def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
-    """The request's adapter, or its agent's. An agent's policy applies only to its own adapter."""
+    """The request's adapter, or its agent's; an agent's policy applies only to its own adapter."""
     record = next(iter(agents.known(request.agent)), None)
     if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
         return AdapterChoice(request.adapter, request.policy)
@@ -304,8 +304,6 @@ class _Telling:
 
 
 class _Teller:
-    """Rewrites one chat for different transcripts."""
-
     def __init__(
         self,
         chat: ChatPrompt,
@@ -353,7 +351,6 @@ class _Teller:
         return self._retold(chat, str(self._read(chat).content), words)
 
     def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientForm) -> Retold:
-        """The version that shares most with a transcript."""
         ranges = words.generated_ranges()
         if self._reading is None or not ranges:
             return Retold(text, False)

@@ -34,7 +34,7 @@ class _Entry(Generic[T]):
 
 
 class AgedQueue(Generic[T]):
-    """Yields the cheapest item, or the oldest overdue one. Belongs to one thread at a time.
+    """Yields the cheapest item, or the oldest overdue one. For one thread at a time.
 
     An item is overdue once later items that went first cost as much as itself, and at least `patience`.
     """

@@ -40,7 +40,7 @@ _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts o
 
 
 class Executor:
-    """Makes an engine's parts for a whole model in this process, on the engine thread."""
+    """The executor of a whole model in this process. For the engine thread."""
 
     def __init__(self) -> None:
         self._make_store: Callable[..., Store] = Store
@@ -110,7 +110,7 @@ class RankZeroExecutor(Executor):
 
 
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> Executor:
-    """This process's executor. Raises ConfigError if other ranks are unreachable."""
+    """The executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
         return Executor()
     return RankZeroExecutor(join_group(), post, give_up, config.rank_timeout)
@@ -124,7 +124,7 @@ def join_group() -> mx.distributed.Group:
 
 
 def rank_settings(config: Config, shards: Shards) -> Config:
-    """One rank's settings. Raises ConfigError for those that several ranks do not support."""
+    """One rank's settings. Raises ConfigError for those that ranks do not support."""
     if config.max_divergence:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:

@@ -32,7 +32,7 @@ def rank_folders(cache_dir: Path) -> list[Path]:
 def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) -> list[Path]:
     """The folders with the agent's blocks, of `size` ranks: the cache folder itself, or each rank's.
 
-    Raises NotFound (also for another rank's folder), or Conflict if several numbers of ranks have such an agent.
+    Raises NotFound, also for a rank's folder, or Conflict if several numbers of ranks have such an agent.
     """
     from agentcache.store.archive import manifests_of  # not for every command: it imports numpy
 

@@ -284,7 +284,7 @@ class RemoteHandles:
         weakref.finalize(data, self._forget, id(data), handle).atexit = False
 
     def keep(self, data: Array, command: Callable[[int], Command]) -> None:
-        """Have workers keep their parts of `data`, by a command with its new handle."""
+        """Have workers keep their parts of `data` under a new handle."""
         handle = self.new()
         self._link.tell(command(handle))
         self.bind(data, handle)

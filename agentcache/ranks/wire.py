@@ -16,8 +16,8 @@ _MOST_REMEMBERED = 1 << 16  # bytes, enough for steps; adapters and imported blo
 class Wire:
     """Exchanges messages between ranks on the thread that computes, ordered with the model's reductions.
 
-    A message is one `all_gather` of equally many bytes per rank: length, then bytes. Recent messages determine the
-    number; longer ones need a second gather.
+    A message is one `all_gather` of as much room per rank as recent messages took: length, then bytes. Longer ones
+    need a second gather.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:

@@ -34,13 +34,12 @@ _ANSWER_SECONDS = 0.002  # longest delay of a message for an answer, while rank 
 
 @dataclass
 class Slots:
-    """Replaces a block pool: rank 0 owns the pools and sends capacities."""
+    """Replaces a block pool: rank 0 owns the pools, and sends capacities and moves."""
 
     capacity: int = 0
 
     @staticmethod
     def take_moves() -> list[tuple[int, int]]:
-        """Rank 0 sends moves as commands."""
         return []
 
 

@@ -1,5 +1,3 @@
-"""Settings and their defaults."""
-
 from __future__ import annotations
 
 import math
@@ -34,7 +32,7 @@ class Kind(StrEnum):
     NUMBER = "number"
     SWITCH = "switch"
     SIZE = "size"  # bytes: 8GB, 20%, auto
-    TABLE = "table"  # several values, with a parser of its own
+    TABLE = "table"  # with a parser of its own
 
 
 @dataclass(frozen=True)

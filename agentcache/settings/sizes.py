@@ -25,7 +25,7 @@ def total_ram() -> int:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """A cache folder's disk, in bytes; `held` is the size of the folder's own files."""
+    """A cache folder's disk, in bytes; `held` by the folder's own files."""
 
     size: int
     free: int
@@ -56,7 +56,7 @@ def _held_bytes(folder: Path) -> int:
 
 
 def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Callable[[], int]) -> int:
-    """Parse `8GB`, `1.5GiB`, `20%`, `auto`, or plain bytes. `whole` and `auto` return the bytes of 100% and `auto`."""
+    """Parse a size; `whole` and `auto` return the bytes of 100% and `auto`."""
     written = str(text).strip()
     if written.lower() == "auto":
         return auto()

@@ -50,7 +50,7 @@ def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = F
     """Sync the open file or folder `fd`, by the descriptor that wrote, before it is closed. Raises OSError.
 
     Without `covered`, earlier syncs on that drive are durable on return, too. With it, only order is ensured: an
-    uncovered sync follows before anything is acknowledged. A refused kind of sync is replaced by the next weaker one.
+    uncovered sync follows before anything is acknowledged. The next weaker kind replaces a refused one.
     """
     for name, command in commands(durability, covered=covered).items():
         try:

@@ -1,4 +1,4 @@
-"""Safe opening of files, private files, and small results kept for later starts."""
+"""Safe opening of files, private files, and memos for later starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_private_folder(folder: Path) -> list[Path]:
 
 
 def give_to_owner(fd: int, folder: Path) -> None:
-    """As root, give the new `fd` to the owner of `folder`, who could not read it otherwise."""
+    """As root, give the new `fd` to the owner of `folder`."""
     if os.geteuid() == 0:
         owner = os.stat(folder)
         with suppress(OSError):  # some file systems have no owners
@@ -66,7 +66,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def file_identity(file: Path) -> str:
-    """Path, size, times and inode, which change whenever the content may have changed."""
+    """Path, size, times and inode, which change if the content may have changed."""
     stat = file.stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 

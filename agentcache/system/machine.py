@@ -49,7 +49,7 @@ def describe_blas() -> str:
 
 
 def fast_blas() -> str:
-    """Library file of a fast BLAS in this process (Linux); empty if MLX uses its own."""
+    """Fast BLAS library in this process (Linux); empty if MLX uses its own."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -53,7 +53,7 @@ class PressureReading:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """This machine's memory; the arguments are for tests."""
+    """This machine's memory."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")

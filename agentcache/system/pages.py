@@ -1,4 +1,4 @@
-"""Memory pages: reserve addresses, allocate pages, and free them again. Linux only, except `to_page_end`."""
+"""Reserve addresses, allocate memory pages and free them. Linux only, except `to_page_end`."""
 
 from __future__ import annotations
 

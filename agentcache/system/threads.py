@@ -48,7 +48,7 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
 
 
 class DaemonPool(Executor):
-    """An executor on at most `most` daemon threads, which do not delay the end of the process."""
+    """An executor on up to `most` daemon threads, which do not delay the process's end."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
