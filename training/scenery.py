@@ -59,7 +59,6 @@ _WORDS = _COMMON.split()
 
 
 def scene_sentence(random: Random, words: Words) -> str:
-    """A filler sentence, sometimes a random chain of words."""
     if random.random() < 0.25:
         chain = " ".join(random.choice(_WORDS) for _ in range(random.randrange(5, 16)))
         return f"The {chain}."

@@ -87,7 +87,7 @@ class MarkedEncoder:
     def _num_tokens(self, piece: str) -> int:
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # A lower bound: space at control tokens may vanish, or be a section's first token.
+        # A lower bound: space at control tokens may vanish; a section may begin with a space's token.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1

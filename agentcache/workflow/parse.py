@@ -1,7 +1,6 @@
 """Reads workflow scripts strictly from TOML.
 
-`scripts/` shows all keys but `max_tokens` and `adapter` of agents, `max_tokens` and `sees = "all"` of turns, `key` of
-tools.
+`scripts/` shows all but agents' `max_tokens` and `adapter`, turns' `max_tokens` and `sees = "all"`, tools' `key`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class OpenTurn:
 
 @dataclass(frozen=True)
 class SpokenTurn:
-    """A turn's answers: one for each round of calls, and the final one."""
+    """A turn's answers: one for each round of calls, then the last."""
 
     replies: tuple[Reply, ...]
     rounds: tuple[ToolRound, ...]

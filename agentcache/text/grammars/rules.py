@@ -57,7 +57,7 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape all but ASCII letters and digits for a regular expression."""
+    """Escape all but ASCII letters and digits."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

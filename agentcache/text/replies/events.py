@@ -64,7 +64,6 @@ Block = Reasoning | Text | Call
 
 
 def blocks_of(events: Iterable[Event]) -> list[Block]:
-    """Combine a reply's events into blocks."""
     blocks: list[Block] = []
     for event in events:
         last = blocks[-1] if blocks else None

@@ -66,8 +66,6 @@ def read_as(reading: Reading, *, whole: bool = False) -> ReplyReader:
 
 
 class PlainReader:
-    """Parser for text-only replies."""
-
     num_calls = 0
     is_doubtful = False
     thought_ends = None
