@@ -321,7 +321,7 @@ def _unsupported_latents(shape: LatentShape) -> str:
 
 
 def usable_by_now(shape: HeadShape) -> Verdict:
-    """As `usable`, without blocking: new shapes are unusable until a thread has tested them."""
+    """`usable` without blocking: false until a thread has tested the shape."""
     if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
     if shape not in _by_now:

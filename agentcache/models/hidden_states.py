@@ -70,7 +70,7 @@ class ModelHiddenStates:
         self.blocks = HiddenBlocks()
 
     def prepare(self, step: StepInputs) -> None:
-        """Wrap the layers at which a step stores or starts."""
+        """Wrap layers up to the last at which a step stores or starts; count its tokens."""
         plan = step.hidden_states
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))

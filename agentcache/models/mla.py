@@ -239,7 +239,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """Makes zeros [B, H, rope, 1] of a handle: attention reads the one in `values`."""
+    """Makes zeros [B, H, rope, 1] of a handle: attention reads the handle in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -354,7 +354,7 @@ def _adapt_expanded(module: nn.Module) -> None:
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Round the latents of `is_expanded` modules, one `round_trips` each."""
+    """Round the latents of `is_expanded` modules, by one of `round_trips` each."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:

@@ -99,7 +99,7 @@ def measure_steps(
 
 
 class _Slots:
-    """Slots of a step's own tokens; slot 0 is every earlier block, as memory depends on shapes only."""
+    """Slot 0 is every block before a step's own, as memory depends on shapes only."""
 
     def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1

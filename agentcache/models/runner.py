@@ -222,7 +222,7 @@ class ModelRunner:
             started.done_at, started.last = now, None
         del self._under_way[:count]
         if self._under_way:
-            self._under_way[0].began_at = now
+            self._under_way[0].began_at = now  # the device could not begin before
 
     def evaluate(self) -> None:
         self.start()
