@@ -75,7 +75,7 @@ def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], Non
 
 
 class Disk:
-    """Jobs that write and delete the files of agents; `is_open` tells whether a cache is in RAM.
+    """Jobs that write and delete agents' files. `is_open`: whether a cache is in RAM.
 
     Writer thread only, except `files`, `room.needs`, `room.fits`, and `tidy` before serving.
     """
@@ -179,7 +179,7 @@ class Disk:
             log.error("unused files stay: %s", error)
 
     def empty(self, record: AgentRecord) -> Committed:
-        """Save a lineage without blocks. Deletes these first, for room: after a crash, the manifest may name them."""
+        """Save a lineage without blocks. Deletes them first, for room: after a crash, the manifest may name them."""
 
         def work(done: Committed) -> None:
             self.room.delete(self.room.put(record), done)

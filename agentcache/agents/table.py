@@ -22,9 +22,9 @@ from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFou
 from agentcache.store.manifest import AgentRecord, agent_of, as_time
 
 _LEAST_TRANSCRIPT_BYTES = 16 << 20
-_TRANSCRIPT_SHARE = 64  # divisor of the RAM budget, to which transcripts add that part
+_TRANSCRIPT_SHARE = 64  # divisor of the RAM budget; transcripts get it on top
 
-# Times of use always increase, even if the clock was wrong by years.
+# Times of use always increase, whatever the clock.
 _TIME_STEP = 1e-6  # seconds; about four units of a float's resolution
 
 
@@ -229,7 +229,7 @@ class AgentTable(Lineages):
         self._latest_use = max(self._latest_use, last_used)
 
     def time_of_use(self) -> float:
-        """Return a time after all known uses, whatever the clock."""
+        """Return a time after all known uses."""
         self._latest_use = time_after(self._latest_use)
         return self._latest_use
 

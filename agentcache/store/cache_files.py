@@ -142,7 +142,7 @@ class CacheFiles:
         self._durability = durability
         self._root = os.fspath(root)
         self.lasting: Collection[str] = ()  # folders that stay open after `keep_open`
-        # Of files that user root writes: the folder's owner must be able to read them. None if unknown.
+        # Of files that root writes: the folder's owner must be able to read them. None if unknown.
         self._owner: tuple[int, int] | tuple[()] | None = None
         self._kept: dict[str, _Folder] = {}
         self._keeper: int | None = None  # thread in `keep_open`; only it uses kept folders
@@ -188,7 +188,7 @@ class CacheFiles:
             self._keeper = None
 
     def close_replaced(self) -> bool:
-        """Close kept folders that were replaced, and those below; return whether any was. Within `keep_open` only."""
+        """Close replaced folders and those below; return whether there were any. Only within `keep_open`."""
         replaced: set[str] = set()
         for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):

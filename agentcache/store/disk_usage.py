@@ -80,7 +80,7 @@ class DiskUsage:
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
-        """Forget all files outside quarantine, before they are adopted again."""
+        """Forget files outside quarantine, before they are adopted again."""
         with self._lock:
             self._sizes = {}
             self._kinds = {}
@@ -226,7 +226,7 @@ class Quarantine:
             self._note(reason, moved[0])
 
     def add_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Copy a file that stays until it is replaced; move an irregular one."""
+        """Copy a file, which stays until replaced; move an irregular one."""
         try:
             data = self._files.read(path, max_bytes)
         except WrongFile:

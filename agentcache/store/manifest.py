@@ -31,7 +31,7 @@ from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
-MAX_TIME = 253402300799  # seconds since 1970: end of year 9999
+MAX_TIME = 253402300799  # Unix time: end of year 9999
 _MAX_GROUPS = 1024  # per cache
 _MAX_POSITION = 2**32
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")

@@ -138,7 +138,7 @@ class _Content:
 
 
 class ResponseFiles:
-    """The only reader and writer of stored responses, for one model. One thread. Raises StoreError if files fail.
+    """The only reader and writer of one model's responses. One thread. Raises StoreError for unreadable files.
 
     Files in `former`, folders with the model's former names, move to `folder` unless the agent has one there.
     """

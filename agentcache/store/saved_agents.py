@@ -43,7 +43,7 @@ class SavedAgents:
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """As `AgentFolder.load_again`, for the served model."""
+        """Retry unavailable lineages; return the served model's."""
         loaded = self.served.load_again(names)
         self._classify(loaded)
         return [agent for agent in loaded if self._is_served(agent)]

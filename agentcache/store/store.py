@@ -241,7 +241,7 @@ class Store:
             return self._blocks.write(blocks)
 
     def require_blocks(self, keys: Iterable[str]) -> None:
-        """Check on disk that blocks exist, before a manifest names them; else raise BlocksLost."""
+        """Raise BlocksLost unless the disk has the blocks: call before a manifest names them."""
         with as_store_error("look for blocks"), self.visit():
             self._files.close_replaced()
             if not self._blocks.all_there(keys):

@@ -1,4 +1,4 @@
-"""Verify all files in a cache folder, of any model and format version. Read-only; may run beside a server.
+"""Verify all files in a cache folder, of any model and known format version. Read-only; may run beside a server.
 
 An independent reader: it recomputes keys and checksums from content.
 """
