@@ -67,7 +67,7 @@ class BareModel:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Quantise after the prefill, which is faster than during it."""
+        """Prefill, then quantise: faster than at once."""
         caches, _ = prefill_bare(self._model, token_ids, _PREFILL_CHUNK)
         quantised = [cache.to_quantized(group_size=64, bits=4) for cache in caches]
         mx.eval([cache.state[:2] for cache in quantised])

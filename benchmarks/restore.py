@@ -1,4 +1,4 @@
-"""An agent restored from disk, beside a hot turn and plain reads of its files.
+"""An agent restored from disk, beside hot turns and plain reads.
 
     hot        a short turn with all blocks in RAM
     evicted    the same after eviction

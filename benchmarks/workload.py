@@ -69,7 +69,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def given_or_random(model: str | None, shape: dict[str, int]) -> Iterator[tuple[Path, Path]]:
-    """A temporary folder, and that of `model` or of a random model."""
+    """Folders: a temporary one, and that of `model` or a random model."""
     with temporary_folder() as home:
         yield home, Path(model) if model else random_model_path(home, **shape)
 

@@ -1,4 +1,4 @@
-"""Sets and reverts values in other programs' JSON or TOML settings."""
+"""Sets and reverts values in other programs' JSON or TOML settings; TOML comments and order stay."""
 
 from __future__ import annotations
 

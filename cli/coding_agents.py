@@ -67,6 +67,7 @@ class Program:
     """A coding agent.
 
     Args:
+        command: may contain `{model}` and `{file}`.
         file: path of its settings; None for variables only.
         key: variable for the server's key.
         is_per_folder: whether `file` is ours, one per folder; only these may name a session.
@@ -136,7 +137,7 @@ def _opencode(served: Served) -> list[Value]:
 
 
 def _kilo(served: Served) -> list[Value]:
-    """Kilo asks for shell commands: without a rule, it allows them all."""
+    """Makes Kilo ask before shell commands; without a rule, it allows them all."""
     return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
 
 

@@ -93,7 +93,7 @@ def agent_path(agent: str, *verb: str) -> str:
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """Settings and URL: by default of a server on the configured port, unless a model or folder is given."""
+    """Settings and URL: without `url`, of a server on the configured port, unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 

@@ -176,7 +176,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """If another rank is lost, end this process; a normal exit would wait for it in MLX."""
+    """End this process if another rank is lost: at a normal exit MLX waits for it."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         log.error("%s", lost)
@@ -206,7 +206,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        loop="asyncio",  # ClientConnection cannot work on uvloop
+        loop="asyncio",  # ClientConnection cannot work on uvloop, uvicorn's default
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )

@@ -66,7 +66,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def cubin_of(text: str) -> bytes | None:
-    """The cubin for this device; None if MLX must compile it, or report the error."""
+    """The cubin for this device; None if MLX must compile it."""
     try:
         return _kernels_here().get(text)
     except (NoCompiler, DoesNotCompile) as error:
@@ -119,7 +119,7 @@ _OPTIONS = ("--device-as-default-execution-space",)  # as in MLX
 
 
 class NoCompiler(Exception):
-    """NVRTC is not loaded in this process, or its headers are missing."""
+    """NVRTC is not loaded, or its headers are missing."""
 
 
 class DoesNotCompile(Exception):
@@ -128,7 +128,7 @@ class DoesNotCompile(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """NVRTC for one GPU architecture, such as sm_90a."""
+    """NVRTC for one architecture, such as sm_90a."""
 
     library: ctypes.CDLL
     headers: Path

@@ -167,7 +167,7 @@ def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
 
 
 def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries that share a prefix, and `size`."""
+    """Groups of up to `size` queries that share a prefix, and `size`."""
     spans = []
     for prefix in prefixes:
         queries = [query for row in prefix.rows for query in rows.queries_of(row)]
@@ -179,7 +179,7 @@ def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple
 
 
 def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries of one row, over tokens outside `prefixes`, and `size`."""
+    """Groups of up to `size` queries of a row, over tokens outside `prefixes`, and `size`."""
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):

@@ -39,7 +39,7 @@ class Verdict:
 
 
 def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
-    """Check all steps of this shape in a child process."""
+    """Check all steps of a shape in a child process."""
     asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -19,7 +19,7 @@ class HeadShape:
     Args:
         dim: a multiple of 32.
         dtype: of queries and results.
-        value_rank, key_rank: ranks of residuals; 0 for none.
+        value_rank, key_rank: 0 without residuals.
         pairs: pairs that rope rotates, a multiple of 8; 0 without key residuals.
         interleaved: whether a pair's values are neighbours, else half of the rotated values apart.
     """
@@ -97,7 +97,7 @@ class Tiling:
 
 @cache
 def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
-    """Layout for groups of one row's queries."""
+    """Layout for queries of one row."""
     members = max(1, min(num_tokens, 16 // shape.queries_per_head))
     tiles = 1 if members * shape.queries_per_head <= 8 else 2
     return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
@@ -105,7 +105,7 @@ def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
 
 @cache
 def shared_tiling(shape: HeadShape) -> Tiling:
-    """Layout for groups of several rows' queries."""
+    """Layout for queries of several rows."""
     simdgroups = _simdgroups(shape, 2)
     return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
 

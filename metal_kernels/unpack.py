@@ -1,4 +1,4 @@
-"""Unpacks a row's blocks into contiguous keys or values for flash attention, with or without residuals."""
+"""Unpacks a row's blocks into contiguous keys or values for flash attention."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class OriginGuard:
 
 
 class HostGuard:
-    """Refuses foreign `Host` names (DNS rebinding); `addresses` allows IP addresses, which cannot be rebound."""
+    """Refuses foreign `Host` names, which DNS may rebind; `addresses` allows IP addresses."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
         self.app = app
@@ -159,7 +159,7 @@ def wants_page(headers: Headers) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` serves this machine only."""
+    """Whether listening on `host` serves this machine only."""
     name = _normal(host)
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -27,7 +27,7 @@ Find = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may or must call tools; `names` are the allowed ones, None for all."""
+    """Whether the model may or must call tools; `names` allows some, None all."""
 
     may_call: bool = True
     must_call: bool = False

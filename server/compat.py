@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+# pyproject.toml excludes later minor versions.
 READ = {"uvicorn": "0.54.0", "h11": "0.16.0", "sse-starlette": "3.7.0", "starlette": "1.10.0"}
 
 # sse-starlette would cut streams off at SIGTERM; a running turn finishes and is saved.

@@ -179,7 +179,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in one text; encodes the rest once."""
+    """Events that differ in one text; the rest is encoded once."""
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
         self._before, _, self._after = event_of(_ANY_TEXT).rpartition(encode(_ANY_TEXT).encode())
@@ -257,10 +257,8 @@ def _merged(first: Update, second: Update) -> Update:
 class UpdateStream:
     """Updates, errors and keep-alives of one completion; one timer for silence and deadline.
 
-    Args:
-        interval: seconds of silence before a keep-alive.
-        deadline: on the loop's clock.
-        ended: called when the engine is done, even with unread updates.
+    `interval`: seconds of silence before a keep-alive. `deadline`: on the loop's clock. `ended`: called when the engine
+    is done, even with unread updates.
     """
 
     def __init__(

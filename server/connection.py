@@ -17,18 +17,18 @@ from agentcache.server.compat import HeadParser, UvicornConnection, UvicornServe
 from agentcache.server.errors import wire_error
 from agentcache.text.json_values import write_json
 
-# Longer than clients and proxies (60 s): a request during a close gets no answer.
+# Over clients' and proxies' 60 s: a request during a close gets no answer.
 IDLE_SECONDS = 75
 # While a refused client sends: a reset could lose the answer.
 LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
-_LOOKS = 4  # per timeout
+_LOOKS = 4  # checks of a write per timeout
 _MOST_CONNECTIONS = 4096
 # asyncio's 256 KiB would delay other requests.
 _READ_BYTES = 16 << 10
 
 DRAIN_SECONDS = 5.0  # for running requests after a signal
-CUT_SECONDS = 15  # for clients to read their answers; then connections are cut
+CUT_SECONDS = 15  # for clients to read answers; then connections are cut
 STALL_SECONDS = 1.0  # for clients that read nothing
 FAILED_SECONDS = 5.0  # /health reports a failed engine; then the process ends
 

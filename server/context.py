@@ -296,7 +296,7 @@ def name_agent(request: Request, agent: str | None) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it and raise ClientDisconnect if the client leaves.
+    """Return the result of `work`; if the client leaves, cancel it and raise ClientDisconnect.
 
     The body must have been read.
     """

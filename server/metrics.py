@@ -274,7 +274,7 @@ def _log(answered: str, seconds: float, state: Mapping[str, Any]) -> None:
 
 
 def log_word(value: str | None) -> str:
-    """One word: quoted if needed, `-` if empty."""
+    """One word for the log: quoted if needed, `-` if empty."""
     if not value:
         return "-"
     return value if value.isprintable() and " " not in value else json_string(value)

@@ -1,4 +1,4 @@
-"""Completions, parsed replies, logprobs and combined reports."""
+"""Completions, parsed replies, logprobs and reports."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def is_reference(item: Reader) -> bool:
 def read_items(call: Call) -> list[dict[str, Any]]:
     """Read `instructions`, the continued conversation and `input` as messages.
 
-    Items of one reply form one message; so do leading system texts: many templates allow only one.
+    Items of a reply form one message, as do leading system texts: many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")

@@ -30,14 +30,14 @@ from agentcache.text.replies.events import (
 Said = tuple[str, dict[str, Any]]
 
 MAX_ECHO = 256 << 10  # characters of the final response
-MAX_OPENING = 16 << 10  # of openings and keep-alives, which may be many
+MAX_OPENING = 16 << 10  # of openings and keep-alives
 # OpenAI's types require these; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 
 @dataclass(eq=False)
 class ResponseReply:
-    """An answer to `/v1/responses`; all events but the last echo `opening`."""
+    """An answer to `/v1/responses`; `echo` is of the final response, `opening` of earlier events."""
 
     id: str
     model: str

@@ -1,7 +1,6 @@
 """Translates tool definitions to functions for chat templates.
 
-Anthropic's client tools, known by type only, get schemas. Server tools are left out with a note: agents send them by
-default.
+Anthropic's client tools, known by type only, get schemas. Server tools, which agents send by default, are left out.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Raise ContextLengthExceeded for more messages, token ids, tool calls or results than the context has tokens."""
+    """Raise ContextLengthExceeded for more messages, token ids, calls or results than tokens in the context."""
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
         if isinstance(items, list):

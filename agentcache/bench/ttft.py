@@ -34,7 +34,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters; `repeats`: samples of each kind and length, at most COLD cold ones."""
+    """Parameters; `repeats`: samples per kind and length, at most COLD cold ones."""
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     repeats: int = 5

@@ -130,7 +130,7 @@ def same_words(one: TurnRecord, other: TurnRecord) -> bool:
 
 
 def from_disk(transcript: WorkflowTranscript) -> bool:
-    """Whether every returning agent was warm, with a new server for each phase."""
+    """Whether returning agents were warm, with a new server per phase."""
     known: set[str] = set()
     for phase in sorted({record.phase for record in transcript.turns}):
         spoken: set[str] = set()

@@ -75,7 +75,7 @@ class SwitchSample:
 
 
 class Peer:
-    """`mlx_lm.server`; an adapter needs the model folder's name; `bias` prevents ends of turns."""
+    """`mlx_lm.server`; requests with an adapter must name the model folder; `bias` prevents ends of turns."""
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias

@@ -3,7 +3,7 @@
 quiet    the agents only decode
 prefill  from sending the long prompt to its first token
 same     other agents at the same positions: longer contexts slow decoding
-short    a short request: on an idle server, beside decoding agents, during the prefill
+short    a short request on an idle server, beside agents, during the prefill
 """
 
 from __future__ import annotations

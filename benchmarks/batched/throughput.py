@@ -1,4 +1,4 @@
-"""Agents that decode at once and one by one, and bare matrix products, whose gain bounds that of batching."""
+"""Agents that decode at once and one by one, and matrix products, whose gain bounds that of batching."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table. `columns`: headings by row key, the first names the row; `formats`: by row key."""
+    """A table; `columns` (headings) and `formats` are by row key."""
 
     name: str
     title: str

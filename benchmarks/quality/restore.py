@@ -1,4 +1,4 @@
-"""Answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
+"""Answers whose cache was kept, evicted, restored, damaged or recomputed.
 
 All ways continue the hot way's answers, so that a difference counts once.
 """

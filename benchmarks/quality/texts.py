@@ -1,4 +1,4 @@
-"""Perplexity and divergence of KV formats on real texts, on the served cache."""
+"""Perplexity and divergence of KV formats on real texts."""
 
 from __future__ import annotations
 

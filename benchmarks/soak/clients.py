@@ -64,7 +64,7 @@ class Sharing:
 
 
 class Client:
-    """One client; `killed` is set before the server is killed: later HTTP errors are ignored."""
+    """One client; it ignores HTTP errors once `killed` is set."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest gap to the likeliest token: with the prompt in one piece, and by the best of `ways` cuts."""
+    """Largest gap to the likeliest token: of the whole prompt, and of the best of `ways` cuts."""
 
     gap: float
     smallest_gap: float

@@ -244,7 +244,7 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        # One answer in a thousand may be slower than the reference thread allows.
+        # One answer in a thousand may be slower: it may need the CPU more often than the reference thread.
         took, late = self._report.health_ms, self._report.late_ms
         slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
         quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and slow <= len(took) / 1000 and max(took) <= 5 * HEALTH_MS

@@ -66,7 +66,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Health:
-    """`late_ms`: wake-up delays of a normal thread, which show the machine's load."""
+    """`late_ms`: a thread's wake-up delays, which show the load."""
 
     milliseconds: list[float]
     late_ms: list[float]
