@@ -1,4 +1,4 @@
-"""Undocumented interfaces of mlx-lm, which no other module imports.
+"""Undocumented interfaces of mlx-lm; the rest of the package takes them from here.
 
 `READ` is the version whose source was read; `tests/test_compat.py` shows what another one has changed.
 """

@@ -32,7 +32,7 @@ class ServerNotStarted(AgentCacheError):
 
 
 class ServerProcess:
-    """One server process.
+    """A server process, started and stopped by its context.
 
     `log`: file to which its output is appended. `command`: replaces `agentcache serve`. `ready_seconds`: limit until
     `/health` answers 200. `started_at`: `time.monotonic`; infinite before the first start.

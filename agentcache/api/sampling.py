@@ -38,7 +38,7 @@ class SamplingParams:
         logprobs: alternatives per token; 0 for the chosen one only, None for none.
         prompt_logprobs: computes the whole prompt.
 
-        Raises InvalidRequest: a value of another type, or outside `BOUNDS`.
+        Raises InvalidRequest.
     """
 
     max_tokens: int | None = None

@@ -37,7 +37,7 @@ class Measuring:
 
 
 class StartProgress:
-    """The current phase; None outside a start. One thread at a time changes it; any thread reads it."""
+    """The current phase; None outside a start. Changed by one thread at a time, read by any."""
 
     def __init__(self) -> None:
         self.phase: Phase | None = None

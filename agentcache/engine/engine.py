@@ -221,7 +221,7 @@ class Engine:
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
-        """Evict all unread blocks, and all checkpoints, from RAM."""
+        """Evict all unread blocks and checkpoints from RAM."""
         self.planner.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True

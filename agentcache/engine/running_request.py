@@ -49,8 +49,8 @@ class Progress:
 
     `is_late`: the next token awaits its grammar mask. `row_state`, `launched_state`: recurrent state after
     `num_computed`, `num_launched` tokens. `shown_state`: last one whose text is sent and thus final, and its tokens.
-    The scheduler writes `background`, `passed_over` (by other requests) and `decoded_at` (number of the decode step);
-    prefix sharing writes `source`, which computes the next block.
+    The scheduler writes `background`, `passed_over` (times that another went first) and `decoded_at` (its last decode
+    step); prefix sharing writes `source`, which computes the next block.
     """
 
     in_flight: int = 0

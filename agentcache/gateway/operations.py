@@ -213,7 +213,7 @@ class ReadStats(Operation[CacheStats]):
 
 @dataclass(frozen=True)
 class ClearCache(Operation[None]):
-    """Free all unread blocks in RAM; agents stay on disk."""
+    """Free all unread blocks and checkpoints in RAM; agents stay on disk."""
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:
         engine.clear()

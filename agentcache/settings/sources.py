@@ -51,7 +51,7 @@ def load_config(
 ) -> Config:
     """Resolve the settings. An unknown environment variable only logs a warning.
 
-    `overrides`: flags by setting name; None if not given. `config_file`: by default AGENTCACHE_CONFIG, or
+    `overrides`: flags by setting name, without effect if None. `config_file`: by default AGENTCACHE_CONFIG, or
     ~/.agentcache/config.toml if any. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ

@@ -39,7 +39,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class PressureReading:
-    """Memory pressure; None for values that the system does not report.
+    """Memory pressure; None for unknown values.
 
     `some`, `full`: percent of the last ten seconds in which some or all tasks waited for memory (Linux), the maximum
     of machine and own cgroup. `used_share`: of the nearest cgroup limit, without droppable file cache.
