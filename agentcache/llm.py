@@ -77,7 +77,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A model with durable agents, for scripts. A context manager.
+    """A model with durable agents, for scripts.
 
     Args:
         model: folder or hub id; None for the embedded model.

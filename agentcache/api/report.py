@@ -61,7 +61,7 @@ class TokenLogprob:
 
 
 def readable(data: bytes) -> str:
-    """A token's text; bytes that are not UTF-8 are escaped like `\\xe6\\x9d`, as in OpenAI's API."""
+    """A token's text; bytes outside UTF-8 are escaped as in OpenAI's API, like `\\xe6\\x9d`."""
     return data.decode(errors="backslashreplace")
 
 

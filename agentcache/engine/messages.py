@@ -54,7 +54,7 @@ class Submit(SubmittedRequest, Message[Update]):
 
 @dataclass(frozen=True)
 class Cancel(Message[None]):
-    """Cancel a request, which gets its own error."""
+    """The request gets an error of its own."""
 
     submitted: Submit
 

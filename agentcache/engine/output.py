@@ -12,7 +12,7 @@ _NO_MARKERS: Mapping[int, MarkerToken] = {}
 
 
 class Detokenizer(Protocol):
-    """Converts token ids to text (`text/detokenizer.py`)."""
+    """Converts token ids to text."""
 
     ends: list[int]
 

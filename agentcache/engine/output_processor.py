@@ -62,7 +62,7 @@ class OutputProcessor:
             self._persistence.release(running.output.saved_early.pop(cache), cache)
 
     def _extended(self, running: RunningRequest) -> AgentRecord | None:
-        """The lineage that the turn extends, if unchanged since the match; an edit becomes a new one."""
+        """The lineage that the turn extends, if unchanged; an edit becomes a new one."""
         found = running.submitted.found
         if found is None or not running.submitted.goes_on or self._pins.has_lineage(found.name):
             return None

@@ -37,7 +37,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# A finish reason keeps what was computed; an error leaves the agent unchanged.
+# A finish reason keeps the results; an error leaves the agent unchanged.
 Outcome = FinishReason | AgentCacheError
 
 LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})

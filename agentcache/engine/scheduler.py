@@ -8,7 +8,7 @@ from agentcache.engine.token_budget import TokenBudget
 
 # The shortest prompt goes first, unless another was passed over this often.
 _MOST_TIMES_PASSED_OVER = 3
-# First tokens of an answer go before chunks of long prompts: the user is reading.
+# First tokens of an answer go before long prompts: the user is reading.
 _FIRST_TOKENS = 32
 # A background request passed over this often becomes an ordinary one.
 _BACKGROUND_PATIENCE = 8

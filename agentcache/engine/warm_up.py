@@ -50,7 +50,7 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
     return token_seconds
 
 
-_MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
+_MOST_RUNS, _SECONDS = 5, 0.5
 
 
 def agreed_token_seconds(
@@ -68,7 +68,7 @@ def agreed_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """Measured after a run that compiles kernels."""
+    """The best of several runs, after one that compiles kernels."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)

@@ -58,7 +58,6 @@ class Turn:
         changed.set()
 
     def _blocker(self, claim: Claim) -> Turn | None:
-        """The last conflicting turn, or one without a claim yet."""
         earlier = self._others[: self._others.index(self)]
         return next((turn for turn in reversed(earlier) if turn._claim is None or turn._claim.keeps_out(claim)), None)
 

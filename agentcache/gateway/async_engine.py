@@ -243,7 +243,7 @@ class AsyncEngine:
                 await self._gate.emptied()
                 measuring = await self._thread.ask(MeasurePrecision())
                 self._measuring = measuring
-        except Exception as error:  # also a library's: /health must not report a search that has ended
+        except Exception as error:  # a library's, too: /health must not report an ended search
             log.warning("the precision of keys and values was not measured: %s", error)
             self._measuring = None
             return

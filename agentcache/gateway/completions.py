@@ -149,7 +149,6 @@ class Completions:
 
     @asynccontextmanager
     async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
-        """Submit a request; cancel it at the end unless it has finished."""
         self._thread.tell(submitted, receiver)
         try:
             yield
@@ -216,7 +215,6 @@ class Completions:
         )
 
     async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
-        """Limit `work` to `times` the tokens that can run."""
         view = self._thread.view
         refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
         limit = WorkLimit(times * view.max_prompt_tokens, refuse)

@@ -23,7 +23,7 @@ CLOSE_SECONDS = 1.5
 MOST_WAITING = 256
 _LOOK_SECONDS = 0.005
 _LEAST_COST = 100  # so that many tiny jobs are not free
-_PATIENCE = 10_000  # cost of later, smaller jobs before a job is overdue
+_PATIENCE = 10_000  # characters or token ids
 
 
 @dataclass(eq=False)

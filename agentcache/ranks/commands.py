@@ -168,8 +168,6 @@ class BringZeros(_Command, frozen=True):
 
 
 class PutBytes(_Command, frozen=True):
-    """Write kept bytes into slots."""
-
     group: int
     slots: Sequence[int]
     handles: Sequence[int]

@@ -56,8 +56,7 @@ class Wishes:
 class MemoryPlan:
     """Memory by use, in bytes; `limit` includes all.
 
-    `temporaries`: reserve for a step; long contexts use more if it is free, or else smaller steps. `wired`: None if
-    the device has no such limit.
+    `temporaries`: reserve for a step. `wired`: None if the device has no such limit.
     """
 
     limit: int
