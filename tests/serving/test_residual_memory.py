@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.api.stats import CacheStats
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.search import Cached
+from agentcache.errors import OutOfBlocks
 from agentcache.llm import LLM
 from tests.adapters_factory import ATTENTION
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
-from tests.serving.adapter_cases import ask
-from tests.serving.conversation import make_ids
+from tests.serving.adapter_cases import ask, at_once
+from tests.serving.conversation import greedy, make_ids
 from tests.serving.residual_cases import open_residual, residual_folders, say
 
 RANK = 4
@@ -80,3 +85,31 @@ def test_eight_agents_take_one_base_and_eight_residuals(
     # A file says of its block what it is, whatever that takes: as in base's, a few hundred bytes and its tokens.
     heads = len(AGENTS) * blocks * len(spec.groups) * 8192
     assert 0.9 * residuals * num_tokens / (blocks * BLOCK_SIZE) < held[-1].residual_files <= 1.05 * residuals + heads
+
+
+def test_base_is_closed_if_the_residuals_cannot_be_opened(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a running request, the refused one waits and is opened again."""
+    model = model_folder("qwen3", num_hidden_layers=2)
+    folders = residual_folders(tmp_path / "adapters", model, AGENTS[:1], rank=RANK)
+    live, refused = list[int](), list[PrefixCache]()
+    prompt = make_ids(300, seed=1)
+    with open_residual(model, tmp_path / "cache", folders) as llm:
+        say(llm, prompt, AGENTS[0], ANSWER)
+        base, take = inside.engine_of(llm).cache, PrefixCache.open
+
+        def refuse_residuals(cache: PrefixCache, root: str, cached: Cached) -> BlockTables:
+            if cache is base:
+                live.append(base.count_blocks().live)
+            elif len(refused) < 2:
+                refused.append(cache)
+                raise OutOfBlocks("no residuals now")
+            return take(cache, root, cached)
+
+        monkeypatch.setattr(PrefixCache, "open", refuse_residuals)
+        running = Request("running", TokenPrompt(make_ids(10)), greedy(60))
+        waiting = Request("waiting", TokenPrompt(prompt), greedy(ANSWER), adapter=AGENTS[0], policy="residual")
+        _, said = at_once(llm, [running, waiting])
+    assert said.report.policy == "residual" and len(refused) == 2
+    assert live == [0, 2, 2, 2], "blocks of the running request, before each opening"

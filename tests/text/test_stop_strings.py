@@ -32,6 +32,11 @@ def test_what_is_found_and_what_is_held(pieces: list[str], strings: list[str]) -
         assert stops.num_held(state) == max(ends, default=0)
 
 
+def test_one_inside_the_beginning_of_a_longer_one() -> None:
+    assert StopStrings(["abcd", "bc"]).feed(0, "xabcx") == (0, FoundStop(2, "bc"))
+    assert StopStrings(["abcd", "bc", "c"]).feed(0, "abc")[1] == FoundStop(1, "bc")
+
+
 def test_none() -> None:
     assert not NO_STOPS and NO_STOPS.feed(0, "text") == (0, None)
     assert stop_strings(()) is NO_STOPS and stop_strings(("a",)) is stop_strings(("a",))
