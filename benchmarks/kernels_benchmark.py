@@ -50,9 +50,9 @@ class KernelsPlan:
     Args:
         prefixes: (rows, shared tokens, own tokens).
         residuals: (rows, tokens per row, rank); on values, then also on keys.
-        unpacked: contexts, without and with residuals of `unpacked_rank`.
+        unpacked: contexts, without and with residuals.
         latents: (rows, context).
-        latent_sizes: a latent and its RoPE part (DeepSeek-V2 and -V3).
+        latent_sizes: a latent, its RoPE part.
         working_set: bytes of all layers.
     """
 

@@ -40,12 +40,10 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class MultiPlan:
-    """Parameters.
+    """Parameters. `rate`: mean workflow starts per second (Poisson).
 
-    Args:
-        rate: mean workflow starts per second (Poisson).
-        fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0; 3.7 in
-            `QUICK`) all policies recompute everything; above half of all exact caches little is evicted.
+    `fitting`: scarce RAM, in caches of one `exact` workflow. Below base's and residual KV (3.0; `QUICK` 3.7) all is
+    recomputed; above half of all exact caches little is evicted.
     """
 
     model: str | None = None

@@ -1,7 +1,7 @@
 """agentcache and bare mlx-lm on a quantised cache, alternating in one process.
 
 decode   a step, against the time between a request's tokens
-growth   time that a long context adds to a short turn, against a hot agent's first token
+growth   what a long context adds to a bare short turn, against a hot first token
 """
 
 from __future__ import annotations

@@ -57,12 +57,9 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class RealSizePlan:
-    """Parameters.
+    """Parameters. `decode`: (rows, context); `shared`: (rows, common context); `bits` 16: unquantised.
 
-    Args:
-        shape, bits: of random weights; 16 is unquantised.
-        decode, shared: (rows, context); rows of `shared` have one context.
-        context, agents: 0 for no turns, no servers.
+    Without `context` no turns, without `agents` no servers.
     """
 
     model: str | None = None

@@ -1,12 +1,8 @@
-"""An agent restored from disk, beside hot turns and plain reads.
+"""A short turn, hot or restored after eviction or restart; a restore `alone`; plain reads.
 
-    hot        a short turn with all blocks in RAM
-    evicted    the same after eviction
-    restarted  the same as a process's first turn
-    alone      a restore without a turn
-    read       plain reads into a reused buffer
+    read       into a reused buffer
     together   the same by `READERS` threads
-    kept       plain reads into memory for all files
+    kept       into memory for all files
 
 On a busy machine compare CPU times of `alone` and `read`.
 """

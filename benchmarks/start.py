@@ -1,9 +1,9 @@
 """Times the first start with a model.
 
-load      a process that imports mlx-lm and reads the weights
-ready     to the first 200 of `/health`, with an empty cache folder
-chosen    to the end of the search of `--kv auto`
-again     to the first 200 of a second start on that folder
+load      mlx-lm alone reads the weights
+ready     to `/health`'s first 200, with an empty cache folder
+chosen    to the end of `--kv auto`'s search
+again     `ready` on that folder
 """
 
 from __future__ import annotations

@@ -66,11 +66,8 @@ class Served:
 class Program:
     """A coding agent.
 
-    Args:
-        command: may contain `{model}` and `{file}`.
-        file: path of its settings; None for variables only.
-        key: variable for the server's key.
-        is_per_folder: whether `file` is ours, one per folder; only these may name a session.
+    `command` may contain `{model}` and `{file}`. `file`: its settings; None for variables only.
+    `is_per_folder`: `file` is ours, one per folder; only these may name a session.
     """
 
     command: tuple[str, ...]

@@ -113,7 +113,7 @@ class _Progress:
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """Build the report; `passed`: equal words and scores, turns saved, agents restored after each kill."""
+    """`passed`: equal words and scores, turns saved, agents restored after each kill."""
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
     same_score = score(hot) == score(warm) == score(cold)

@@ -151,7 +151,7 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 
 def check_kernels(config: Config) -> Check:
-    """Report the kernels; never fails, since the reference serves without them."""
+    """Report the kernels; never fails: the reference serves without."""
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:

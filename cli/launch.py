@@ -107,7 +107,6 @@ def _start(program: Program, served: Served, key: str | None, arguments: Sequenc
 
 
 def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry_run: bool) -> Change:
-    """Plan the change, or offer to replace an invalid file."""
     try:
         return put_in(file, values, note)
     except UnreadableSettings as error:

@@ -107,8 +107,8 @@ def read_form(
 ) -> AnswerForm | None:
     """Return the demanded form, if any.
 
-    `text` is the dialect's own form, `schema` the path of a tool's argument schema, `left_out` names and types of
-    server tools; `strict` tools are not shown as such.
+    `text`: the dialect's own form; `schema`: path of a tool's argument schema; `left_out`: names and types of server
+    tools; `strict`: names of strict tools not shown as such.
     """
     body = call.body
     whole = read_whole_form(body)

@@ -36,9 +36,9 @@ def note_read(request: Request) -> None:
 
 
 class WholeBody:
-    """Calls the application once the body is complete: slow uploads take no place in the queue.
+    """Calls the application with complete bodies: slow uploads take no place in the queue.
 
-    `limit`: bytes of a body; `room`: bytes of all unparsed ones beyond `FREE_BYTES` each.
+    `limit`: bytes of a body; `room`: of all unparsed ones beyond `FREE_BYTES` each.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float, room: int) -> None:
@@ -161,8 +161,7 @@ class LargeJson:
     def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
         """Return the JSON object in `raw`, which is emptied. Any thread.
 
-        `go_on` is called periodically; its exception ends the child. Raises InvalidRequest, also over a limit, or
-        ContextLengthExceeded for `param`.
+        An exception of `go_on`, called periodically, ends the child. Raises InvalidRequest or ContextLengthExceeded.
         """
         try:
             kind, content = self._work.ask(raw, go_on=go_on)

@@ -22,9 +22,9 @@ AppStatus.enable_automatic_graceful_drain = False
 
 
 class HeadParser(h11.Connection):
-    """h11's parser; passes heads to `check_head`, because events merge repeated lengths.
+    """h11's parser; passes raw heads to `check_head`, because events merge repeated lengths.
 
-    Between requests `trailing_data` starts with the next head, which one `next_event` consumes.
+    Between requests `trailing_data` starts with the head that `next_event` consumes.
     """
 
     def __init__(self, check_head: Callable[[bytes], None]) -> None:

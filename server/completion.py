@@ -255,7 +255,7 @@ def _merged(first: Update, second: Update) -> Update:
 
 
 class UpdateStream:
-    """Updates, errors and keep-alives of one completion; one timer for silence and deadline.
+    """Updates, errors and keep-alives of one completion.
 
     `interval`: seconds of silence before a keep-alive. `deadline`: on the loop's clock. `ended`: called when the engine
     is done, even with unread updates.

@@ -127,7 +127,6 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """The text if a valid agent id, else its digest."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)

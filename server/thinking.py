@@ -1,6 +1,6 @@
-"""Reads thinking settings in the spellings of all dialects and of other servers.
+"""Reads thinking settings in the spellings of all dialects; unknown words mean the nearest.
 
-Template variables count before switches, switches before efforts. An unknown word means the nearest one.
+Template variables count before switches, these before efforts.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ AS_USUAL = Thinking()
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
     """Read thinking settings.
 
-    With `only_if_asked` (Anthropic) thoughts are shown on request only. The model still thinks: with thinking off, many
-    templates write a prompt that the next turn does not repeat.
+    With `only_if_asked` (Anthropic) unrequested thoughts are hidden, not off: without thinking, many templates write a
+    prompt that the next turn does not repeat.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")

@@ -1,6 +1,6 @@
 """Translates tool definitions to functions for chat templates.
 
-Anthropic's client tools, known by type only, get schemas. Server tools, which agents send by default, are left out.
+Anthropic's client tools get schemas. Server tools, which agents send unasked, are left out.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ _TOOLS = {
 class ToolList:
     """Tools of a request, by name in OpenAI's shape.
 
-    `left_out` has names and types; `by_family` names of functions, and types left out.
+    `left_out`: names and types; `by_family`: names of functions, types left out.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -15,9 +15,9 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Relation:
-    """A kind of fact; texts have {s} for the subject, {v} for the value.
+    """A kind of fact about {s}, with value {v}; `first`: texts in the first person.
 
-    `subject`, `value`: keys of `words.LISTS`. `first`: texts in the first person.
+    `subject`, `value`: keys of `words.LISTS`.
     """
 
     name: str

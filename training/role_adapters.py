@@ -1,7 +1,7 @@
 """Trains role adapters on the frozen embedded model.
 
-An adapter acts from the first token (LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (PrefillShare, arXiv 2602.12029). Earlier KV is base's, in 4 bits; the loss covers answers.
+They act from the first token, their invocation (activated LoRA, arXiv 2504.12397), or the prompt's last token
+(PrefillShare, arXiv 2602.12029). Earlier KV is base's, in 4 bits; the loss covers answers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class RoleRecipe:
-    """Parameters of training, except base and role.
+    """Parameters. `layers`: the last ones; None for all. `rows`: (conversation tokens, examples) of batches, in turn.
 
-    `layers`: the last ones; None for all. `closeness`: loss weight of prompts' squared divergence; 0 for unshared KV.
-    `rows`: (conversation tokens, examples) of batches, in turn.
+    `closeness`: loss weight of prompts' squared divergence; 0 for unshared KV.
     """
 
     targets: tuple[str, ...] = QV

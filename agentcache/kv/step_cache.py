@@ -259,7 +259,7 @@ class PagedKV(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """Stands for cached keys or values in model code until attention (`models/attachment.py`).
+    """Stands for cached keys or values in model code until attention (`models/interception.py`).
 
     No array, so that computing with it fails. `projections`: for MLA, from latent to keys and values.
     """

@@ -1,1 +1,1 @@
-"""mlx-lm models on the paged Q4 cache."""
+"""mlx-lm models on the paged cache."""

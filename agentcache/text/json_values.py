@@ -50,7 +50,7 @@ def parse_json(
 ) -> Any:
     """Parse JSON; numbers beyond float64 become the largest. Raises TooDeep or ValueError.
 
-    `strict` refuses raw control characters in strings; `mends_halves` replaces lone surrogates by U+FFFD.
+    `strict` refuses raw control characters; `mends_halves` replaces lone surrogates by U+FFFD.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")

@@ -1,6 +1,6 @@
-"""Marked text: a private-use character, the mark, replaces a special-token string that is not a control token.
+"""Marked text: private-use characters, marks, replace special-token strings that are no control tokens.
 
-In generated replies, `Codes` replaces the marker tokens themselves.
+In generated replies, `Codes` replaces the tokens themselves.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Marks:
 
 
 class Seals:
-    """Reserved characters that replace a template's own control tokens during a render.
+    """Reserved characters that replace a template's own control tokens during a render; unsealed strings are none.
 
-    Strings without a seal are never control tokens. Two more seals mark the halves of a control token around a role.
+    Two more seals mark a token's halves around a role.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:

@@ -1,7 +1,4 @@
-"""Predicts how much of a chat's prompt the next prompt repeats.
-
-A template may end a prompt with an opened or empty thought, and omit that from history.
-"""
+"""Predicts how much of a prompt the next repeats: history may omit the opened or empty thought at its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Keeps the system prefix (all before the first user's words) cached when its lines, such as the time, change.
 
-The prompt keeps the transcript's prefix; a notice before the newest message has the changed lines. Earlier notices stay
-in place, where their KV is cached.
+The prompt keeps the transcript's prefix and notices; a new notice before the newest message has the changed lines.
 """
 
 from __future__ import annotations

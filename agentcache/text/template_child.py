@@ -1,6 +1,6 @@
-"""Renders chat templates in a confined process. Imports only the standard library, jinja2 and `confined_child`.
+"""Renders chat templates in a confined process; imports only the standard library, jinja2 and `confined_child`.
 
-A request is marshalled (template, seals, variables, maximum bytes); a reply is a `RenderOutcome` and UTF-8.
+Reads marshalled (template, seals, variables, maximum bytes); answers `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
+"""Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder on the frozen base's 4-bit prompt KV.
 
-Base computes the prompt's KV, in 4 bits, the decoder the rest, from its last token on. The loss covers the answer.
+The decoder computes the prompt's last token and the answer, which the loss covers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Progress:
 class DecoderRecipe:
     """Hyperparameters of a decoder, which adds scale * x @ a @ b to projections of the last layers.
 
-    `learning_rate`: peak, after a tenth of the steps; a cosine decays it to a twentieth.
+    `learning_rate`: the peak.
     """
 
     rank: int = 16

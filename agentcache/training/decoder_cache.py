@@ -15,7 +15,7 @@ from agentcache.kv.packing import Quantisation
 class Rounding:
     """Rounds a layer's KV as the 4-bit cache does; gradients ignore that (Bengio et al. 2013).
 
-    `latent_dim`: leading key values derived from MLA's latent, which `RoundedNorm` has rounded with all values.
+    `latent_dim`: leading key dimensions, from MLA's latent; `RoundedNorm` has rounded these and the values.
     """
 
     quantisation: Quantisation

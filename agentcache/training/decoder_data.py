@@ -35,8 +35,8 @@ class DecoderBatch:
 
     Args:
         prompts: [B, P], without their last token.
-        lengths: [B], tokens of `prompts`.
-        inputs: [B, A], a prompt's last token and the answer without its last.
+        lengths: [B], of `prompts`.
+        inputs: [B, A], the prompt's last token and `targets` but the last.
         targets: [B, A], answers.
     """
 

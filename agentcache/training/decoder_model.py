@@ -45,8 +45,7 @@ class FrozenBase:
     ) -> mx.array:
         """Run a decoder behind prompts; return logits, float32 [B, A, vocabulary].
 
-        `inputs`: int32 [B, A], the prompt's last token and the answer. `prompt`: from `prefill`, without that token.
-        `lengths`: int32 [B], tokens of `prompt` without padding.
+        `inputs`, `lengths`: int32, as in `DecoderBatch`. `prompt`: from `prefill`.
         """
         caches = [DecoderCache(layer, lengths) for layer in prompt]
         rows = inputs.shape[0]

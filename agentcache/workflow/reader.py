@@ -15,7 +15,6 @@ Kind = type | tuple[type, ...]
 def read_table(
     table: Any, where: str, *, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
-    """Check a table's keys and types."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_type_name(type(table))}")
     kinds = {**required, **(optional or {})}

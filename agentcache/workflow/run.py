@@ -27,7 +27,7 @@ class Settings:
 
 
 class WorkflowRun:
-    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
+    """A script in progress: take `pending` steps in order, or all `ready` ones in parallel.
 
     Other threads may only `speak`. Raises ConfigError if `done` is not the script's beginning or an id invalid.
     """
@@ -223,10 +223,9 @@ class Exchange:
 
 
 class Conversation:
-    """The histories of all agents. Each only grows at its end.
+    """The histories of all agents, which only grow.
 
-    A turn's user message begins with what it sees since its speaker's last turn, in script order: independent turns may
-    run in any order.
+    A turn hears messages since its speaker's last turn in script order: independent turns may run in any order.
     """
 
     def __init__(self, script: Script) -> None:

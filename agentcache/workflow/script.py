@@ -27,7 +27,7 @@ class Agent:
 class Turn:
     """One agent's turn, which hears what `sees` said since the speaker's last turn.
 
-    `expect`, `expect_calls`: a point for each; a word of `reject` costs all points of `expect`.
+    Each `expect` and `expect_calls` is a point; a word of `reject` costs all points of `expect`.
     """
 
     speaker: str

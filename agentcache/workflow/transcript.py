@@ -32,9 +32,7 @@ class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
     With tool calls, match, cache state, prompt and cached tokens, time to first token and restore are the first
-    answer's; other costs are sums. `total_ms` includes saving, not `prefetch_ms`.
-
-    `speaker`, `agent`: ids in the script and on the server.
+    answer's; other costs are sums. `total_ms` includes saving, not `prefetch_ms`. `agent` is the server's id.
     """
 
     phase: int

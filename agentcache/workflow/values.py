@@ -1,7 +1,7 @@
 """A script's facts: drawn from lists by a seed, derived by rules, filled into texts as `{name}`.
 
-Each name of a `[draw.…]` table gets another word of its list: the blake2b digests of seed, table and word order them
-alike on all Python versions. Rules (`[[when]]`) apply in order, without `if` always; later ones override.
+Names of a `[draw.…]` table get different words, by the blake2b digests of seed, table and word: alike on all Python
+versions. Later rules (`[[when]]`) override earlier ones; without `if` they always apply.
 """
 
 from __future__ import annotations

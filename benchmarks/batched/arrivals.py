@@ -1,9 +1,7 @@
-"""How a long prompt delays running agents and a short request.
+"""How a long prompt delays running agents (alone: `quiet`) and a short request.
 
-quiet    the agents only decode
 prefill  from sending the long prompt to its first token
-same     other agents at the same positions: longer contexts slow decoding
-short    a short request on an idle server, beside agents, during the prefill
+same     other agents at these positions: longer contexts slow decoding
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """Token rate relative to `same`."""
         return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 

@@ -17,12 +17,9 @@ _CENTRED_TOKENS = 256
 
 @dataclass(frozen=True)
 class Format:
-    """Format of one layer's KV.
+    """Format of one layer's KV: bits (16: float16, None: the model's type); how keys are rounded.
 
-    Args:
-        keys, values: bits; 16 is float16, None the model's type.
-        rotated: round keys after a Hadamard transform.
-        centred: round keys relative to their mean in the first block.
+    `rotated`: after a Hadamard transform. `centred`: relative to their mean in the first block.
     """
 
     keys: int | None = 4

@@ -38,11 +38,9 @@ _LIMITS = (0.1, 0.2, 0.3, 0.4)
 
 @dataclass(frozen=True)
 class Loss:
-    """One question, answered by a scaled adapter in three ways.
+    """One question's F1 by way of answering; `reused`: with another role's cache, if any.
 
-    Args:
-        reused: F1 with another role's cache; None without one.
-        same: share of the exact answer's tokens before the residual one differs.
+    `same`: share of the exact answer's tokens before the residual one differs.
     """
 
     kind: Kind

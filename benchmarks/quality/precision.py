@@ -1,7 +1,6 @@
-"""Perplexity, recall and divergence by KV precision, also of copies with outlier channels and key biases.
+"""Perplexity, recall and divergence by KV precision, also of equal models with outlier channels and key biases.
 
-Copies compute the same function: keys of a RoPE pair are scaled, queries inversely; a constant is added to keys after
-RoPE, since softmax ignores a shift of all scores.
+There keys of a RoPE pair are scaled, queries inversely; softmax ignores the constants added to keys after RoPE.
 """
 
 from __future__ import annotations
@@ -267,7 +266,6 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """Write a copy with outlier channels."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)

@@ -1,6 +1,6 @@
 """Random, impolite requests in every dialect, with their allowed answers.
 
-Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers.
+Careful clients track their agent's confirmed saves; only sharers may get residual answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Judges greedy answers, and blocks on disk, by computing them again on a quiet server.
 
-4-bit rounding depends on how a prompt was cut and batched, which may change a token: so other cuts are tried.
+How a prompt was cut and batched changes 4-bit rounding, maybe tokens: other cuts are tried.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class Verdict:
 
 
 class Judge:
-    """Judges answers on a server without other load."""
-
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask
         self._rng = random.Random(seed)

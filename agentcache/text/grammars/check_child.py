@@ -1,6 +1,6 @@
-"""Checks untrusted grammars in a confined process.
+"""Checks untrusted grammars, a marshalled list, in a confined process; answers `Reply`.
 
-A request is a marshalled list of grammars; a reply is a `Reply` and, if refused, marshalled (index, reason).
+If refused, marshalled (index, reason) follow.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class Grammar:
 class GrammarMatcher:
     """Matches the tokens of one answer.
 
-    `take` starts the next mask: inline if the last took under `QUICK`, else on a thread. Slow inline masks use up
-    `GRACE`; then all go to threads.
+    `take` starts the next mask: inline if the last took under `QUICK` and slow ones have not used up `GRACE`, else on
+    a thread.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:

@@ -51,7 +51,7 @@ _NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
 class Repairs:
     """The repairs that a chat template needs (docs/server.md).
 
-    Text beside a call becomes a message (`calls_without_words`) or moves in the rendered text (`words_at_calls`).
+    Text beside a call: `calls_without_words` makes it a message, `words_at_calls` moves it when rendered.
     """
 
     rename_developer: bool = False

@@ -1,7 +1,4 @@
-"""Applies repairs to conversations, and finds those that a template needs.
-
-Steps depend only on the template and earlier messages: a longer conversation keeps its prefix.
-"""
+"""Finds a template's repairs and applies them; steps depend only on earlier messages: prefixes stay."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
 @dataclass(frozen=True)
 class ArgumentSyntax:
-    """Syntax of a tagged argument, with line breaks allowed between the parts.
+    """Syntax of a tagged argument; line breaks may separate its parts.
 
-    The first `close` ends the value; without `on_lines`, white space around it does not count.
+    The first `close` ends the value, which is stripped without `on_lines`.
     """
 
     name_open: str
@@ -62,7 +62,7 @@ def _is_python(name: str) -> bool:
 class CallSyntax:
     """Syntax of calls: `open` (with `NAME`) and `close` around arguments, `begin`, `between` and `end` around calls.
 
-    `as_json`: syntax of a call with JSON arguments; None if only the arguments differ.
+    `as_json`: for JSON arguments; None if only these differ.
     """
 
     open: str

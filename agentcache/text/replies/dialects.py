@@ -45,10 +45,10 @@ class Dialect:
     Args:
         noise: dropped markers.
         ends: markers after which a reply with calls may end.
-        bare: whether a JSON object at a reply's start may be a call.
-        hints: texts that identify the dialect; the opening markers if empty.
-        writes: syntax of demanded calls; the parsers must read it.
-        writes_with: a token, and the syntax for models with it.
+        bare: a JSON object at a reply's start may be a call.
+        hints: identify the dialect; if empty, opening markers do.
+        writes: syntax of demanded calls, which the parsers must read.
+        writes_with: a token, and the syntax of models with it.
     """
 
     opens: Mapping[str, Open]

@@ -169,7 +169,7 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 
 
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
-    """Return the dialect that parses all calls of a rendered reply, or None.
+    """Return the dialect that parses all calls of a rendered reply.
 
     Of several: least text left, then signs in it, `preferred`, the first.
     """

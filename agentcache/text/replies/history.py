@@ -149,10 +149,9 @@ class ReplyReading:
         return at if found is None else found.end()
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
-        """Find a reply at `begin` with `reply`'s content, in several turns with some templates.
+        """Find `reply`'s content at `begin`, in several turns with some templates.
 
-        Return whether the reasoning is equal, too, and the reply's end (with the marker if `generated` ends with it) or
-        None.
+        Return whether its reasoning is equal, and its end (with the marker if `generated` ends with it) or None.
         """
         without_thought: int | None = None
         has_end = False
@@ -214,10 +213,7 @@ class Retold:
 
 
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
-    """Return `text` with its replies spelled as generated, up to the first that differs in content.
-
-    The cache has that spelling. From the first omitted reasoning on, `text` stays.
-    """
+    """Return `text` with replies spelled as generated and cached, up to other content or omitted reasoning."""
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []
     is_own = True  # so far equal to the transcript

@@ -104,10 +104,7 @@ class _InObject(Enum):
 
 
 class ObjectCalls(Steps):
-    """Parses call objects, maybe in a list, up to a closing marker.
-
-    `must_be_known`: accept only the request's tools. `is_keyed`: a call is `{name: arguments}`.
-    """
+    """Parses call objects, maybe in a list, up to a closing marker. `is_keyed`: a call is `{name: arguments}`."""
 
     _at: _InObject
 

@@ -24,8 +24,8 @@ DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 class ReplyReader(Protocol):
     """Parser for one reply.
 
-    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning;
-    None outside it, or if its end may have begun.
+    `is_doubtful`: streamed text may be reasoning. `thought_ends`: strings that end the current reasoning; None outside
+    it, or if its end may have begun.
     """
 
     is_doubtful: bool
@@ -92,9 +92,8 @@ class _State(Enum):
 class MarkedReader:
     """Parser for replies with markers around reasoning and calls; drops white space next to these.
 
-    Some models close reasoning twice: all before the last closing marker is reasoning, unless a call comes first. A
-    stream holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT` after empty reasoning), and ignores
-    later ones.
+    Some models close reasoning twice: the last closing marker before a call counts. A stream holds `DOUBTED` characters
+    after each (`DOUBTED_UNTHOUGHT` after empty reasoning), and ignores later ones.
     """
 
     def __init__(

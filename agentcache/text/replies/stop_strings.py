@@ -23,10 +23,9 @@ class FoundStop:
 
 
 class StopStrings:
-    """Finds non-empty strings in text that arrives in pieces; the caller keeps the state.
+    """Finds non-empty strings in pieces of text; a piece's match with the first start wins, then the shortest.
 
-    A state is the longest suffix that is a prefix of a string. Of matches in a piece, the first start wins, then the
-    shortest.
+    The caller keeps the state: the longest suffix that begins a string.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -104,10 +103,9 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 
 
 class StopSearch:
-    """Incremental search for stop strings, positions from the reply's start.
+    """Incremental search for stop strings in answer text, positions from the reply's start.
 
-    A string counts only if all of it is answer text. The slow reader runs only while a found string's zone is unknown;
-    in reasoning, only its end is searched.
+    The slow reader runs only while a found string's zone is unknown; in reasoning, only its end is searched.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:

@@ -29,9 +29,8 @@ class Tags:
 
     Args:
         name_end: if empty, the next tag or line break ends the name.
-        call_end: if empty, the marker that closes all calls ends a call.
-        on_lines: strip one line break on each side of a value; else white space, except from strings.
-        cdata: accept values in `<![CDATA[…]]>`.
+        call_end: if empty, the closing marker of all calls ends one.
+        on_lines: strip one line break around a value; else white space, except from strings.
     """
 
     call: str
@@ -365,9 +364,9 @@ def _types_in(tag: str) -> frozenset[str] | None:
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
-    """Convert an argument's text to a value of JSON schema `types` (empty if unknown); too deep, it stays text.
+    """Convert an argument's text to a value of JSON schema `types`; too deep, it stays text.
 
-    `untyped`: parse unknown types as JSON or Python literals; else they stay text, except null.
+    Without types, only null is converted, with `untyped` also JSON and Python literals.
     """
     if "string" in types and len(types) == 1:
         return text
