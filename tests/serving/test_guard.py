@@ -164,7 +164,8 @@ def test_what_recurrent_layers_take_is_measured(file: str, contexts: list[int], 
     needs = measure_steps(driver.loaded, footprint, 256, lambda: 1 << 50, seconds=1e9)
     estimate = replace(footprint, needs=needs).step_bytes(contexts, num_tokens)
     _measure(driver, rows, num_tokens)  # the arena may have to grow
-    before, peak = zip(*(_measure(driver, rows, num_tokens) for _ in range(2)), strict=True)
+    tries = 50 if num_tokens == 1 else 3  # on a busy machine MLX frees sooner, and most seem to take less
+    before, peak = zip(*(_measure(driver, rows, num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)
     assert taken <= estimate <= 4 * taken, (taken, estimate)
 
