@@ -140,7 +140,7 @@ class RequestPlan(ABC):
     def open(self, cached: Cached, *, busy: bool) -> None:
         """Take the blocks of all caches, or none, and copy due ones; `loads` stay due.
 
-        `busy`: other plans are open and keep what they need. Raises OutOfBlocks.
+        `busy`: whether other requests run; the plan must leave them their blocks. Raises OutOfBlocks.
         """
         try:
             self._open(cached, busy=busy)
