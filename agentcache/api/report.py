@@ -25,15 +25,15 @@ class CacheState(StrEnum):
     COLD = "cold"
     WARM = "warm"
     HOT = "hot"
-    UNAVAILABLE = "unavailable"  # agents only
+    UNAVAILABLE = "unavailable"  # agents only: files cannot be read now
 
 
 class StepDown(StrEnum):
     """Why a policy that shares KV was not used (docs/sharing.md)."""
 
-    DIVERGENCE = "divergence"
-    MEMORY = "memory"
-    FAMILY = "family"
+    DIVERGENCE = "divergence"  # base's KV differs from the adapter's own by more than allowed
+    MEMORY = "memory"  # no room for residual KV
+    FAMILY = "family"  # no other adapter has the same A matrices
 
 
 class FinishReason(StrEnum):
@@ -86,8 +86,10 @@ class Volatile:
 class Report:
     """Cost and reuse of a request; the `agentcache` object beside `usage`.
 
-    `computed_tokens`: of the prompt, at least 1. `divergence`: relative error of base's KV against the adapter's own;
-    None if not measured. `notes`: changes to the chat before its template. More in docs/memory.md and docs/sharing.md.
+    `computed_tokens`: of the prompt, at least 1. `lost_tokens`: recomputed because RAM and disk had lost them.
+    `divergence`: relative error of base's KV against the adapter's own; None if not measured. `saved`: False if the
+    turn could not be written, for the reason `save_error`. `notes`: changes to the chat before its template. More in
+    docs/memory.md and docs/sharing.md.
     """
 
     agent: str | None

@@ -41,7 +41,7 @@ log = logging.getLogger("agentcache.engine")
 MOST_ARCHIVES = 8
 PERIOD_SECONDS = 1.0
 REPEAT_SECONDS = 5.0  # readings show freed memory by then
-MEASURE_SECONDS = 4.0
+MEASURE_SECONDS = 4.0  # at start; a longer measurement goes on between requests
 
 
 class AsyncEngine:
