@@ -37,13 +37,15 @@ def download(hub_id: str) -> Path:
     return Path(_download(hub_id))
 
 
-def replace_attention(model: nn.Module, attention: Callable[..., Any]) -> None:
+def replace_attention(
+    model: nn.Module, attention: Callable[..., Any], replaced: Callable[..., Any] = scaled_dot_product_attention
+) -> None:
     """Replace mlx-lm's attention in the files of `model`'s modules, each of which has imported the name.
 
     Atomic for threads that run another model; `attention` must treat arrays as the original does.
     """
     for file in _files(model):
-        if getattr(file, _NAME, None) is scaled_dot_product_attention:
+        if getattr(file, _NAME, None) is replaced:
             setattr(file, _NAME, attention)
 
 

@@ -227,8 +227,13 @@ def quality(
         str, typer.Option(help="Parts, such as precision,restore. Default: all, but of a --model or --text only texts.")
     ] = "",
     text: Annotated[list[str] | None, typer.Option(help="File that texts reads; may be repeated.")] = None,
-    formats: Annotated[str, typer.Option(help="Settings of --kv that texts compares.")] = "16,8,k8v4,auto,4",
-    tokens: Annotated[int, typer.Option(min=16, max=8192, help="That texts reads of each file.")] = 512,
+    formats: Annotated[
+        str, typer.Option(help='Settings of --kv for texts (16,8,k8v4,auto,4), or "k4c64 v4 open,k8 v8" for formats.')
+    ] = "",
+    tokens: Annotated[
+        int | None, typer.Option(min=16, max=8192, help="That texts reads of each file: 512; of a window: 2,048.")
+    ] = None,
+    answers: Annotated[bool, typer.Option("--answers", help="Compare greedy answers, too (formats).")] = False,
     scale: Annotated[float, typer.Option(min=0.01, max=10, help="Share of a full run's documents.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of documents and questions.")] = 1000,
     out: Out = RESULTS,
@@ -236,9 +241,11 @@ def quality(
     as_json: AsJson = False,
 ) -> None:
     """What 4 bits, restoring and sharing cost in answers."""
+    from benchmarks.quality.formats import parse_formats
     from benchmarks.quality.plan import QualityPlan
     from benchmarks.quality.texts import read_formats
     from benchmarks.quality_benchmark import (
+        OF_REAL_TEXTS,
         OF_THE_EMBEDDED_MODEL,
         PARTS,
         QUICK,
@@ -251,6 +258,8 @@ def quality(
     parts = tuple(only.split(",")) if only else default
     if unknown := set(parts) - set(PARTS):
         raise ConfigError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if formats and set(OF_REAL_TEXTS) <= set(parts):
+        raise ConfigError("--formats is of texts or of formats: name one of them with --only")
     plan = QualityPlan(
         parts,
         model,
@@ -258,9 +267,15 @@ def quality(
         QUICK.scale if quick else scale,
         seed,
         texts=tuple(text or ()),
-        formats=read_formats(formats),
-        text_tokens=tokens,
+        window=tokens,
+        answers=answers,
     )
+    if tokens is not None:
+        plan = replace(plan, text_tokens=tokens)
+    if formats and "formats" in parts:
+        plan = replace(plan, kv_formats=tuple(map(str, parse_formats(formats.split(",")))))
+    elif formats:
+        plan = replace(plan, formats=read_formats(formats))
     hand_out(plan, build_report(plan, measured(measure_quality, plan)), out, as_json=as_json)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from agentcache.bench.reporter import Report, Reporter, say
-from benchmarks.quality import memory, precision, restore, sharing, texts
+from benchmarks.quality import format_bench, memory, precision, restore, sharing, texts
 from benchmarks.quality.plan import Part, QualityPlan, ResultTable
 from benchmarks.workload import Progress
 
@@ -21,8 +21,10 @@ PARTS: dict[str, Part] = {
     "memory": memory.PART,
     "sharing": sharing.PART,
     "texts": texts.PART,
+    "formats": format_bench.PART,
 }
-OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name != "texts")  # it cannot read real texts
+OF_REAL_TEXTS = ("texts", "formats")  # which the embedded model cannot read
+OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name not in OF_REAL_TEXTS)
 QUICK = QualityPlan(OF_THE_EMBEDDED_MODEL, scale=1 / 16)
 CAVEATS = (
     "A small model shows that a cache returns what was put in, and what breaks it; how much a large model's answers "

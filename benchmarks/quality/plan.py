@@ -14,11 +14,21 @@ from agentcache.bench.reporter import Report, number_table
 from benchmarks.workload import Progress
 
 Row = Mapping[str, Any]
+FULL_WINDOW, QUICK_WINDOW = 2048, 1024
 
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """Parameters. `scale` is relative to a full run; `tokens` is as in `write_exam`."""
+    """Parameters.
+
+    Attributes:
+        scale: size relative to a full run.
+        tokens: as in `write_exam`.
+        formats: settings of --kv that the part texts compares.
+        kv_formats: formats that the part formats compares; empty: its own.
+        window: tokens of its windows; None: by `scale`.
+        answers: whether it also compares greedy answers.
+    """
 
     parts: tuple[str, ...] = ()
     model: str | None = None
@@ -29,6 +39,17 @@ class QualityPlan:
     texts: tuple[str, ...] = ()
     formats: tuple[str, ...] = ("16", "8", "k8v4", "auto", "4")
     text_tokens: int = 512
+    kv_formats: tuple[str, ...] = ()
+    window: int | None = None
+    answers: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.scale >= 1
+
+    @property
+    def window_tokens(self) -> int:
+        return self.window or (FULL_WINDOW if self.is_full else QUICK_WINDOW)
 
     def scaled(self, count: int, least: int = 1) -> int:
         return max(least, math.ceil(count * self.scale))

@@ -30,8 +30,9 @@ from agentcache.models.inspection import Inspection, Paged
 from agentcache.models.layers import Stand
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured
-from benchmarks.quality.emulated import Format, make_caches
+from benchmarks.quality.emulated import make_caches
 from benchmarks.quality.exam import Answers, Exam, answer, write_exam
+from benchmarks.quality.formats import UNQUANTISED, Format
 from benchmarks.quality.plan import Part, QualityPlan, ResultTable
 from benchmarks.workload import Progress
 
@@ -53,13 +54,13 @@ _COLUMNS = {
 _FORMATS = {"bits": ".2f", "perplexity": ".4f", "change": "+.2%", "recall": ".1%", "divergence": ".5f"}
 # Not served.
 _EMULATED = {
-    "keys 4, values 8": Format(4, 8),
-    "3 bits": Format(3, 3),
-    "4 bits, groups of 32": Format(4, 4, group_size=32),
-    "4 bits, keys rotated": Format(4, 4, rotated=True),
-    "3 bits, keys rotated": Format(3, 3, rotated=True),
-    "4 bits, keys centred": Format(4, 4, centred=True),
-    "4 bits, keys centred and rotated": Format(4, 4, rotated=True, centred=True),
+    "keys 4, values 8": Format.parse("k4 v8"),
+    "3 bits": Format.parse("k3 v3"),
+    "4 bits, groups of 32": Format.parse("k4g32 v4g32"),
+    "4 bits, keys rotated": Format.parse("k4r v4"),
+    "3 bits, keys rotated": Format.parse("k3r v3"),
+    "4 bits, keys centred": Format.parse("k4m v4"),
+    "4 bits, keys centred and rotated": Format.parse("k4mr v4"),
 }
 FACTOR, BIAS = 30.0, 40.0
 _PAIRS = 2  # per layer
@@ -72,7 +73,7 @@ def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
         yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
     for name, format in _EMULATED.items():
         yield name, [format] * num_layers, ""
-    four, eight = Format(4, 4), Format(8, 8)
+    four, eight = Format.parse("k4 v4"), Format.parse("k8 v8")
     yield "4 bits, first and last layer 8", [eight, *[four] * (num_layers - 2), eight], ""
 
 
@@ -107,12 +108,12 @@ class Bench:
         hosted = host(self.model, read.config["model_type"], read.config, check=False)
         self.inspection: Inspection = hosted.inspection
         self.spec: CacheSpec = hosted.spec
-        if not _is_plain(self.inspection):
+        if not is_plain(self.inspection):
             raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
 
     def logits(self) -> mx.array:
         ids = mx.array(self.exam.conversations[0])[None]
-        made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.inspection.layers)))
+        made: mx.array = self.model(ids, cache=self._caches([UNQUANTISED] * len(self.inspection.layers)))
         mx.eval(made)
         return made
 
@@ -128,7 +129,7 @@ class Bench:
         return make_caches(formats, [layer.window for layer in self.inspection.layers])
 
 
-def _is_plain(inspection: Inspection) -> bool:
+def is_plain(inspection: Inspection) -> bool:
     in_order = inspection.refs == tuple(map(Paged, range(len(inspection.layers))))
     return in_order and not inspection.recurrent and not any(inspection.latents)
 

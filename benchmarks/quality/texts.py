@@ -92,7 +92,7 @@ class TextBench:
         read.evaluate()
         try:
             self.texts = {
-                name: tuple(read.tokenizer.encode(read.tokenizer.raw_prompt(_read(file))).ids[:num_tokens])
+                name: tuple(read.tokenizer.encode(read.tokenizer.raw_prompt(read_text(file))).ids[:num_tokens])
                 for name, file in texts.items()
             }
             if short := [str(texts[name]) for name, ids in self.texts.items() if len(ids) < _FEWEST]:
@@ -136,7 +136,7 @@ def name_files(files: Sequence[str]) -> dict[str, Path]:
     return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

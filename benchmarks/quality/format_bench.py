@@ -1,0 +1,244 @@
+"""A laboratory of KV formats: what each costs in perplexity, divergence and next tokens of real texts."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.errors import ConfigError
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.inspection import inspect_model
+from agentcache.models.loader import read_model
+from agentcache.models.precision_runs import divergences_of, gains_by_float32, in_float32
+from benchmarks.quality.emulated import EmulatedCache, check_attended, make_caches, reading_open_blocks
+from benchmarks.quality.formats import UNQUANTISED, Format, parse_formats
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
+from benchmarks.quality.precision import is_plain
+from benchmarks.quality.texts import Mean, name_files, read_text
+from benchmarks.workload import Progress
+
+_ROOT = Path(__file__).parent.parent.parent
+_WINDOWS = 4  # of a text
+_LOGITS_AT_ONCE = 1 << 27
+_FEWEST = 2  # the first token predicts the second
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "serving": ("docs/server.md", "docs/clients.md", "docs/commands.md", "docs/install.md"),
+    "engine": ("agentcache/engine/*.py",),
+    "structure": ("docs/structure.md", "docs/system.md", "README.md", "docs/models.md"),
+    "store": ("agentcache/store/*.py",),
+    "memory": ("docs/memory.md", "docs/workflows.md", "docs/sharing.md", "docs/benchmarks.md"),
+    "models": ("agentcache/models/*.py",),
+}
+QUICK_FORMATS = (
+    "k16 v16",
+    "k8 v8",
+    "k8 v4",
+    "k4 v4",
+    "k4r v4",
+    "k4c64 v4",
+    "k4c64 v4 open",
+    "k4c32 v4g32 open",
+    "k4nc64 v4 open",
+    "k3c64 v3g32 open",
+    "k4r v4 open",
+    "k4c64 v4 sink open",
+)
+FORMATS = (
+    *QUICK_FORMATS,
+    *("k6 v6", "k5 v5", "k4g32 v4g32", "k3 v3", "k8 v3g32", "k8 v2g32", "k8 v3rg32", "k4 v8"),
+    *("k4m v4", "k4mr v4", "k3r v3r", "k4r v4r", "k4g32r v4g32"),
+    *(f"k{bits}c{tokens} v4" for bits in (5, 3, 2) for tokens in (64,)),
+    *(f"k4c{tokens} v4" for tokens in (32, 128, 256)),
+    *("k8 v8 open", "k8 v4 open", "k4 v4 open", "k4m v4 open", "k4mr v4 open"),
+    *(f"k{bits}c{tokens} v4 open" for bits in (5, 4, 3, 2) for tokens in (32, 64, 128, 256)),
+    *("k4c64r v4 open", "k4c64 v8 open", "k4c64 v4g32 open", "k4c64 v4r open", "k4c64 v3g32 open"),
+    *("k4c64 v2g32 open", "k8 v3g32 open", "k8 v2g32 open", "k3c64 v4g32 open", "k2c32 v2g32 open"),
+    *("k4 v4 sink open", "k3c64 v3g32 sink open", "k2c32 v2g32 sink open"),
+)
+_ANSWERED = ("k8 v8 open", "k8 v4 open", "k4c64 v4 open", "k3c64 v3g32 open")
+_PROMPTS, _ANSWER_TOKENS = 32, 48
+_PROMPT_TOKENS = (300, 500, 700, 900)
+_COLUMNS = {
+    "format": "format",
+    "bits": "bits a value",
+    "change": "perplexity",
+    "change_error": "±",
+    "least": "least of a text",
+    "most": "most",
+    "divergence": "divergence",
+    "divergence_error": "±",
+    "same": "same next token",
+}
+_FORMATS = {
+    "bits": ".2f",
+    "change": "+.2%",
+    "change_error": ".2%",
+    "least": "+.2%",
+    "most": "+.2%",
+    "divergence": ".5f",
+    "divergence_error": ".5f",
+    "same": ".1%",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """By position: losses and divergences from the unquantised odds in nats, whether the likeliest token is theirs."""
+
+    losses: np.ndarray
+    divergences: np.ndarray
+    same: np.ndarray
+
+    @classmethod
+    def joined(cls, readings: Sequence[Reading]) -> Reading:
+        return cls(*(np.concatenate([getattr(each, name) for each in readings]) for name in _ARRAYS))
+
+
+_ARRAYS = ("losses", "divergences", "same")
+
+
+class FormatBench:
+    """A model that reads texts by mlx-lm's code, on emulated caches. Raises ConfigError if it cannot."""
+
+    def __init__(self, folder: Path, texts: Mapping[str, str], window: int, windows: int) -> None:
+        read = read_model(str(folder))
+        read.evaluate()
+        self.window = window
+        try:
+            self.texts = {
+                name: np.array(read.tokenizer.encode(read.tokenizer.raw_prompt(text)).ids, np.int64)
+                for name, text in texts.items()
+            }
+        finally:
+            read.tokenizer.close()
+        if short := [name for name, ids in self.texts.items() if len(ids) < _FEWEST]:
+            raise ConfigError(f"the text {short[0]} has fewer than {_FEWEST} tokens")
+        self.model = read.model
+        inspection = inspect_model(read.model)
+        if not is_plain(inspection):
+            raise ConfigError("formats are compared on models whose layers each keep keys and values of their own")
+        self._windows = [layer.window for layer in inspection.layers]
+        self._dims = {(layer.key_dim, layer.value_dim) for layer in inspection.layers}
+        self._limit = windows
+
+    def check(self, formats: Sequence[Format]) -> None:
+        """Raise ConfigError if a format does not fit the model's heads."""
+        for format in formats:
+            for keys, values in self._dims:
+                format.keys.check(keys)
+                format.values.check(values)
+
+    def caches(self, format: Format) -> list[EmulatedCache]:
+        return make_caches([format] * len(self._windows), self._windows)
+
+    def windows(self, text: str) -> np.ndarray:
+        """Windows [n, tokens] of a text; one shorter one if the text is short."""
+        ids = self.texts[text]
+        tokens = min(self.window, len(ids))
+        count = min(self._limit, len(ids) // tokens)
+        return ids[: count * tokens].reshape(count, tokens)
+
+    def read(self, text: str, formats: Sequence[Format]) -> Iterator[tuple[Format, Reading]]:
+        """Readings of each batch of the text's windows: unquantised, then in each format."""
+        windows = self.windows(text)
+        vocabulary = self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        rows = max(1, _LOGITS_AT_ONCE // (windows.shape[1] * vocabulary))
+        for begin in range(0, len(windows), rows):
+            ids = mx.array(windows[begin : begin + rows])
+            expected: mx.array | None = None
+            for format in (UNQUANTISED, *formats):
+                logprobs = self._logprobs(ids, format)
+                expected = logprobs if expected is None else expected
+                yield format, _reading(ids, expected, logprobs)
+                mx.clear_cache()
+
+    def _logprobs(self, ids: mx.array, format: Format) -> mx.array:
+        caches = self.caches(format)
+        logits = self.model(ids, cache=caches).astype(mx.float32)
+        check_attended(caches)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(logprobs)
+        return logprobs
+
+
+def _reading(ids: mx.array, expected: mx.array, logprobs: mx.array) -> Reading:
+    chosen = mx.take_along_axis(logprobs[:, :-1], ids[:, 1:, None], axis=-1)
+    same = mx.argmax(logprobs, axis=-1) == mx.argmax(expected, axis=-1)
+    flat = (-1, logprobs.shape[-1])
+    divergences = divergences_of(expected.reshape(flat), logprobs.reshape(flat))
+    return Reading(-np.array(chosen, np.float64).reshape(-1), divergences, np.array(same).reshape(-1))
+
+
+def measure_formats(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
+    formats = parse_formats(plan.kv_formats or (FORMATS if plan.is_full else QUICK_FORMATS))
+    with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
+        folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))
+        bench = FormatBench(folder, _texts(plan), plan.window_tokens, plan.scaled(_WINDOWS))
+    bench.check(formats)
+    with reading_open_blocks(bench.model), in_float32(bench.model) if gains_by_float32(bench.model) else nullcontext():
+        return [_compare(bench, formats, progress)]
+
+
+def _texts(plan: QualityPlan) -> dict[str, str]:
+    own = list(_TEXTS.items())[: plan.scaled(len(_TEXTS), least=2)]
+    found = {
+        name: "\n".join(read_text(file) for each in files for file in sorted(_ROOT.glob(each))) for name, files in own
+    }
+    return found | {name: read_text(file) for name, file in name_files(plan.texts).items()}
+
+
+def _compare(bench: FormatBench, formats: Sequence[Format], progress: Progress) -> ResultTable:
+    found: dict[Format, dict[str, Reading]] = {}
+    for text in bench.texts:
+        parts: dict[Format, list[Reading]] = {}
+        for format, reading in bench.read(text, formats):
+            parts.setdefault(format, []).append(reading)
+            change = math.expm1(float((reading.losses - parts[UNQUANTISED][-1].losses).mean()))
+            progress(f"{text:<12} {_name(format):<24} perplexity {change:+8.2%}")
+        for format, readings in parts.items():
+            found.setdefault(format, {})[text] = Reading.joined(readings)
+    rows = [_row(format, each, found[UNQUANTISED]) for format, each in found.items() if format != UNQUANTISED]
+    whole = Reading.joined(list(found[UNQUANTISED].values()))
+    counts = ", ".join(f"{name} ({bench.windows(name).size:,} tokens)" for name in bench.texts)
+    notes = (
+        f"Unquantised perplexity {np.exp(whole.losses.mean()):.3f} over {counts}, in windows of up to "
+        f"{bench.window:,} tokens.",
+        "Change of perplexity, divergence of the next token's odds (Kullback and Leibler's, mean, in nats) and share "
+        "of positions with the same likeliest next token, all beside nothing quantised.",
+        "±: standard errors of the differences token by token; least and most: changes of single texts.",
+        "Bits a value: of full blocks, with scales, biases and means.",
+    )
+    return ResultTable("formats", "KV formats", _COLUMNS, rows, _FORMATS, notes)
+
+
+def _name(format: Format) -> str:
+    return "unquantised" if format == UNQUANTISED else str(format)
+
+
+def _row(format: Format, texts: Mapping[str, Reading], references: Mapping[str, Reading]) -> dict[str, Any]:
+    whole = Reading.joined(list(texts.values()))
+    change = Mean.of(whole.losses - Reading.joined(list(references.values())).losses)
+    changes = [math.expm1(float((texts[name].losses - references[name].losses).mean())) for name in texts]
+    divergence = Mean.of(whole.divergences)
+    return {
+        "format": str(format),
+        "bits": format.bits_a_value(),
+        "change": math.expm1(change.value),
+        "change_error": math.exp(change.value) * change.error,
+        "least": min(changes),
+        "most": max(changes),
+        "divergence": max(0.0, divergence.value),
+        "divergence_error": divergence.error,
+        "same": float(whole.same.mean()),
+    }
+
+
+PART = Part(measure_formats)
