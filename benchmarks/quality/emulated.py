@@ -32,7 +32,7 @@ class EmulatedSide:
         self.sealed: mx.array | None = None
         self.recent: mx.array | None = None
         self._side, self._sink, self._opens = side, sink, opens
-        self._mean: mx.array | None = None  # of the last block, from the update in which it began
+        self._mean: mx.array | None = None  # of the last block, without an open form: as when it began
         self._num_tokens = 0
 
     @property
@@ -58,7 +58,7 @@ class EmulatedSide:
         self._num_tokens += x.shape[2]
         for begin in range(first, self._num_tokens, BLOCK_SIZE):
             block = self.recent[:, :, begin - first : begin - first + BLOCK_SIZE]
-            if begin > first or before is None or before.shape[2] == 0:
+            if not self._opens and (begin > first or before is None or before.shape[2] == 0):
                 self._mean = self._side.mean(block)
             if block.shape[2] == BLOCK_SIZE:
                 full.append(self._rounded(block, begin))
@@ -68,7 +68,7 @@ class EmulatedSide:
     def _rounded(self, block: mx.array, begin: int) -> mx.array:
         if self._sink and begin == 0:
             return block if self._opens else _OPEN.round(block)
-        return self._side.round(block, self._mean)
+        return self._side.round(block, self._side.mean(block) if self._opens else self._mean)
 
     def all_rounded(self) -> mx.array:
         """All tokens in the format."""

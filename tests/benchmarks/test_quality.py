@@ -19,7 +19,8 @@ from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from benchmarks import quality_benchmark
 from benchmarks.__main__ import app
-from benchmarks.quality.emulated import EmulatedCache, Format
+from benchmarks.quality.emulated import EmulatedCache
+from benchmarks.quality.formats import UNQUANTISED, Format
 from benchmarks.quality.plan import QualityPlan, ResultTable
 from benchmarks.quality.precision import Bench, add_outliers, write_outlier_copy
 from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
@@ -48,7 +49,7 @@ def test_emulated_formats_give_back_about_what_they_got(rotated: bool, centred: 
     keys = noise + 20 * (mx.arange(64) == 5)
 
     def error(bits: int) -> float:
-        cache = EmulatedCache(Format(bits, bits, rotated=rotated, centred=centred))
+        cache = EmulatedCache(Format.parse(f"k{bits}{'m' * centred}{'r' * rotated} v{bits}"))
         first, _ = cache.update_and_fetch(keys[:, :, :30], noise[:, :, :30])
         back, _ = cache.update_and_fetch(keys[:, :, 30:], noise[:, :, 30:])
         assert back.shape == keys.shape and mx.array_equal(back[:, :, :30], first).item() and cache.offset == 40
@@ -61,10 +62,9 @@ def test_emulated_formats_give_back_about_what_they_got(rotated: bool, centred: 
 
 
 def test_bits_a_value() -> None:
-    assert [
-        Format(*bits, group_size=size).bits_a_value() for bits, size in (((4, 4), 64), ((4, 4), 32), ((8, 4), 64))
-    ] == [4.5, 5, 6.5]
-    assert (Format(16, 16).bits_a_value(), Format(None, None).bits_a_value()) == (16, 32)
+    assert [Format.parse(each).bits_a_value() for each in ("k4 v4", "k4g32 v4g32", "k8 v4")] == [4.5, 5, 6.5]
+    assert [Format.parse(each).bits_a_value() for each in ("k4c64 v4", "k3c32 v3g32", "k4m v4")] == [4.5, 4, 4.53125]
+    assert (Format.parse("k16 v16").bits_a_value(), UNQUANTISED.bits_a_value()) == (16, 32)
 
 
 @pytest.mark.slow
