@@ -10,12 +10,13 @@ from agentcache.api.stats import BASE
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import UNBOUNDED, Account, Ledger
-from agentcache.blocks.pool import Copy, Group, Slots
+from agentcache.blocks.pool import Copy, Group, Holds, Slots
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
 _GROWTH = 0.5
 _MIN_GROWTH_BLOCKS = 4
+OPEN_BLOCKS = 2  # of a request: the open block, and the last one that the step under way reaches
 
 
 def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
@@ -23,16 +24,35 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
     return -(-window // BLOCK_SIZE) + -(-at_once // BLOCK_SIZE) + 1
 
 
+def most_blocks(group: Group, at_once: int = BLOCK_SIZE) -> int | None:
+    """Most slots of one request, if a step computes `at_once` tokens; None if they grow with its tokens."""
+    if group.holds is Holds.OPEN:
+        return OPEN_BLOCKS
+    return None if group.window is None else window_blocks(group.window, at_once)
+
+
 def min_blocks(group: Group) -> int:
-    return 4 if group.window is None else window_blocks(group.window)
+    return most_blocks(group) or 4
+
+
+def blocks_of(group: Group, num_tokens: int) -> int:
+    """Slots of one request with `num_tokens`."""
+    blocks, most = -(-num_tokens // BLOCK_SIZE), most_blocks(group)
+    return blocks if most is None else min(blocks, most)
 
 
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
-    return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
+    return sum((most_blocks(each, at_once) or 0) * each.bytes_per_block for each in groups)
 
 
 def least_bytes(groups: Sequence[Group]) -> int:
     return sum(min_blocks(group) * group.bytes_per_block for group in groups)
+
+
+def _kind_name(group: Group) -> str:
+    if group.holds is Holds.OPEN:
+        return "open"
+    return "full" if group.window is None else f"window{group.window}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ class _Kind:
 
 
 class BlockAllocator:
-    """Pools of one cache. Groups of one attention kind grow together and share an account.
+    """Pools of one cache. Groups of one attention kind grow together and share an account; open ones have their own.
 
     `readers`: block tables of running requests, updated by the caller. `headroom` returns the machine's free bytes.
     `is_sparing`: evict unread blocks before growing.
@@ -67,15 +87,15 @@ class BlockAllocator:
         self._eviction = eviction
         self._ledger = ledger
         self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
-        windows = [group.window for group in slots.groups]
-        kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
-        self._kinds = [kinds[window] for window in windows]
+        names = [_kind_name(group) for group in slots.groups]
+        kinds = {kind: self._open(kind, names) for kind in dict.fromkeys(names)}
+        self._kinds = [kinds[kind] for kind in names]
         self._unbounded_bytes = sum(group.bytes_per_block for group in slots.groups if group.window is None)
 
-    def _open(self, window: int | None) -> _Kind:
-        members = tuple(i for i, group in enumerate(self.slots.groups) if group.window == window)
+    def _open(self, kind: str, names: Sequence[str]) -> _Kind:
+        members = tuple(i for i, name in enumerate(names) if name == kind)
         account = self._ledger.open(
-            f"{self._name}.full" if window is None else f"{self._name}.window{window}",
+            f"{self._name}.{kind}",
             floor=sum(self._least[i] * self._bytes[i] for i in members),
             used=lambda: sum((self._pools[i].capacity - self._pools[i].num_free) * self._bytes[i] for i in members),
             give_way=self._give_way,
@@ -103,17 +123,15 @@ class BlockAllocator:
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
     def preallocate(self, num_bytes: int) -> None:
-        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}.values()
+        growing = (i for i, group in enumerate(self.slots.groups) if group.holds is not Holds.OPEN)
+        last_of_kind = {self._kinds[index]: index for index in growing}.values()
         while self.capacity_bytes < num_bytes and sum(self._grow(index) for index in last_of_kind):
             continue
 
     def make_room(self, num_tokens: int) -> None:
         """Grow at other attention kinds' expense. No other request may run."""
         for index, group in enumerate(self.slots.groups):
-            needed = -(-num_tokens // BLOCK_SIZE)
-            if group.window is not None:
-                needed = min(needed, min_blocks(group))
-            self.grow_to(index, needed)
+            self.grow_to(index, blocks_of(group, num_tokens))
 
     def grow_to(self, index: int, capacity: int) -> bool:
         pool = self._pools[index]

@@ -8,19 +8,25 @@ from typing import NamedTuple
 
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, KVOrigin
 from agentcache.blocks.origin_paths import NamedBlock, PathLayout
-from agentcache.blocks.pool import BlockTable, Copy
+from agentcache.blocks.pool import BlockTable, Copy, full_partner
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.errors import BrokenInvariant
 
 
 @dataclass(frozen=True)
 class Load:
-    """A pending read of a node's first tokens."""
+    """A pending read of a node's first tokens. With `reopens`, of the partner's file of a full node, packed again."""
 
     node: Node
     group: int
     block_id: int
     num_tokens: int
+    reopens: bool = False
+
+    @property
+    def source_group(self) -> int:
+        """Group of the file."""
+        return full_partner(self.group) if self.reopens else self.group
 
 
 class PathBlock(NamedTuple):
@@ -58,6 +64,9 @@ class OriginPath:
     @property
     def has_state(self) -> bool:
         return self.layout.has_state
+
+    def groups_of(self, node: Node) -> tuple[int, ...]:
+        return self.layout.groups_of(node.num_tokens)
 
     def parent_of(self, position: int, root: Node) -> Node:
         return self.nodes[position - 1] if position else root

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key
+from agentcache.blocks.pool import Holds
+
+_ALL_HOLD_ALL: tuple[Holds, ...] = ()  # as `pool.holds_of`
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,32 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class PathLayout:
-    """An origin path without blocks. With `has_state`, its nodes carry checkpoints, and `groups` may be empty."""
+    """An origin path without blocks. With `has_state`, its nodes carry checkpoints, and `groups` may be empty.
+
+    `holds`: of all groups of the cache; empty if all hold all blocks.
+    """
 
     groups: tuple[int, ...]
     producer: KVOrigin | None
     has_state: bool = False
+    holds: tuple[Holds, ...] = _ALL_HOLD_ALL
+
+    @cached_property
+    def full_groups(self) -> tuple[int, ...]:
+        """Groups of full blocks."""
+        return _groups_of(self.groups, self.holds, is_full=True)
+
+    @cached_property
+    def tail_groups(self) -> tuple[int, ...]:
+        """Groups of partly filled blocks."""
+        return _groups_of(self.groups, self.holds, is_full=False)
+
+    def groups_of(self, num_tokens: int) -> tuple[int, ...]:
+        """Groups of a block with `num_tokens`."""
+        return self.full_groups if num_tokens == BLOCK_SIZE else self.tail_groups
+
+    def holds_in(self, index: int) -> Holds:
+        return self.holds[index] if self.holds else Holds.ALL
 
     def origin_of(self, end: int) -> str:
         return BASE_ORIGIN if self.producer is None or end <= self.producer.start else self.producer.text
@@ -45,13 +70,23 @@ class PathLayout:
         return [own] if self.producer.start <= begin else [BlockKind(BASE_ORIGIN, self.producer.start), own]
 
 
-def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> tuple[PathLayout, ...]:
+def _groups_of(groups: Iterable[int], holds: tuple[Holds, ...], *, is_full: bool) -> tuple[int, ...]:
+    return tuple(index for index in groups if not holds or holds[index].has(is_full=is_full))
+
+
+def base_tail_groups(num_groups: int, holds: tuple[Holds, ...] = _ALL_HOLD_ALL) -> tuple[int, ...]:
+    return _groups_of(range(num_groups), holds, is_full=False)
+
+
+def lay_out(
+    producer: KVOrigin | None, num_groups: int, *, has_state: bool = False, holds: tuple[Holds, ...] = _ALL_HOLD_ALL
+) -> tuple[PathLayout, ...]:
     """Base's path, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
     paths = (
-        PathLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own),
-        PathLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own),
+        PathLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own, holds),
+        PathLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own, holds),
     )
     return tuple(path for path in paths if path.groups or path.has_state)
 
@@ -85,18 +120,25 @@ class BlockSpan:
     parent: int | None
 
 
-def spans(num_tokens: int, producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
+def spans(
+    num_tokens: int,
+    producer: KVOrigin | None,
+    num_groups: int,
+    *,
+    has_state: bool = False,
+    holds: tuple[Holds, ...] = _ALL_HOLD_ALL,
+) -> list[BlockSpan]:
     """All blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []
-    for path in lay_out(producer, num_groups, has_state=has_state):
+    for path in lay_out(producer, num_groups, has_state=has_state, holds=holds):
         first = len(result)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
-            result.append(BlockSpan(begin, end, path.origin_of(end), path.groups, parent))
+            result.append(BlockSpan(begin, end, path.origin_of(end), path.groups_of(end - begin), parent))
     if producer is not None and has_base_tail(producer, num_tokens):
         position = producer.start // BLOCK_SIZE
         parent = first + position - 1 if position else None
-        groups = tuple(range(num_groups))
+        groups = base_tail_groups(num_groups, holds)
         result.append(BlockSpan(position * BLOCK_SIZE, producer.start, BASE_ORIGIN, groups, parent))
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -93,7 +94,10 @@ class BlockPool:
 
 @dataclass
 class BlockTable:
-    """A request's slots in one group, from block number `first_block` on, the first in the window."""
+    """A request's slots in one group, from block number `first_block` on, the first in the window.
+
+    -1 stands for a block without slot: not loaded yet, or sealed (`Holds.OPEN`).
+    """
 
     block_ids: list[int] = field(default_factory=list)
     first_block: int = 0
@@ -102,8 +106,15 @@ class BlockTable:
     def end_block(self) -> int:
         return self.first_block + len(self.block_ids)
 
+    @property
+    def slots(self) -> list[int]:
+        return [block_id for block_id in self.block_ids if block_id >= 0]
+
     def has(self, position: int) -> bool:
         return self.first_block <= position < self.end_block
+
+    def has_slot(self, position: int) -> bool:
+        return self.has(position) and self.block_id(position) >= 0
 
     def block_id(self, position: int) -> int:
         return self.block_ids[position - self.first_block]
@@ -118,12 +129,45 @@ class BlockTable:
         self.first_block += count
         return dropped
 
+    def vacate_before(self, position: int) -> list[int]:
+        """Leave these blocks without slots; return the slots."""
+        count = min(max(0, position - self.first_block), len(self.block_ids))
+        vacated = [block_id for block_id in self.block_ids[:count] if block_id >= 0]
+        self.block_ids[:count] = [-1] * count
+        return vacated
+
+    def drop_after(self, end_block: int) -> list[int]:
+        """Drop blocks from `end_block` on; return their slots."""
+        count = max(0, end_block - self.first_block)
+        dropped = [block_id for block_id in self.block_ids[count:] if block_id >= 0]
+        del self.block_ids[count:]
+        return dropped
+
 
 @dataclass(frozen=True)
 class Copy:
+    """A copy within a group. With `reopens`, `source` is a slot of the partner (`full_partner`), packed again."""
+
     group: int
     source: int
     target: int
+    reopens: bool = False
+
+
+class Holds(StrEnum):
+    """Which blocks a group holds. An `OPEN` group directly follows its partner, a `FULL` one of the same layers."""
+
+    ALL = "all"
+    FULL = "full"
+    OPEN = "open"  # partly filled ones
+
+    def has(self, *, is_full: bool) -> bool:
+        return self is not (Holds.OPEN if is_full else Holds.FULL)
+
+
+def full_partner(index: int) -> int:
+    """Group of an OPEN group's full blocks, from which these are reopened."""
+    return index - 1
 
 
 class Group(Protocol):
@@ -136,9 +180,18 @@ class Group(Protocol):
     def window(self) -> int | None: ...
 
     @property
+    def holds(self) -> Holds: ...
+
+    @property
     def bytes_per_block(self) -> int: ...
 
     def first_block_needed(self, num_tokens: int) -> int: ...
+
+
+def holds_of(groups: Iterable[Group]) -> tuple[Holds, ...]:
+    """Return what each group holds; empty if all hold all blocks."""
+    holds = tuple(group.holds for group in groups)
+    return holds if any(each is not Holds.ALL for each in holds) else ()
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBl
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
-from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Slots
+from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Holds, Slots, holds_of
 from agentcache.blocks.radix_tree import Node, RadixTree, pack, unpack
 from agentcache.blocks.search import Cached, CheckpointFinder, PrefixFinder
 from agentcache.blocks.sharing import Publisher, append_nodes, attach_prefix, nodes_ahead
-from agentcache.blocks.snapshots import DEFAULT_INTERVAL, Snapshots
-from agentcache.errors import OutOfBlocks
+from agentcache.blocks.snapshots import DEFAULT_INTERVAL, Snapshots, whole_blocks
+from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 
 class PrefixCache:
@@ -38,6 +38,7 @@ class PrefixCache:
         headroom: Callable[[], int] = lambda: UNBOUNDED,
     ) -> None:
         self.groups = tuple(groups)
+        self.holds = holds_of(self.groups)
         self.ledger = ledger
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree)
@@ -53,6 +54,7 @@ class PrefixCache:
         self._publisher = Publisher(self.tree, self.slots)
         self.checkpoints = Checkpoints(self.tree, self.slots, self._publisher, self.snapshots)
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
+        self._has_open = any(group.holds is Holds.OPEN for group in self.groups)
 
     def match_prefix(
         self,
@@ -69,12 +71,7 @@ class PrefixCache:
     def in_ram(self, prefix: Cached) -> bool:
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
-        return all(
-            index in node.block_ids
-            for path in prefix.paths
-            for index in path.groups
-            for node in path.all_nodes[path.first_block_read(self.groups[index]) :]
-        )
+        return all(path.is_in_ram(index, self.groups[index]) for path in prefix.paths for index in path.groups)
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
         """Return block tables filled with `prefix`. Raises OutOfBlocks."""
@@ -127,13 +124,27 @@ class PrefixCache:
             self.slots.list_in(node, load.group, load.block_id)
 
     def reserve(self, sequence: BlockTables, num_tokens: int) -> None:
-        """Allocate slots for `num_tokens` more. Raises OutOfBlocks, keeping those it got."""
+        """Allocate slots for `num_tokens` more. Raises OutOfBlocks, keeping those it got.
+
+        A full group gets one for the last block, too: the step may seal it.
+        """
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
-        if end == -(-sequence.num_tokens // BLOCK_SIZE):
-            return
         for index, table in enumerate(sequence.tables):
-            while table.end_block < end:
-                table.block_ids.append(self.allocator.allocate(index))
+            if self.groups[index].holds is Holds.OPEN:
+                self._reserve_open(index, table, sequence.num_tokens, end)
+            else:
+                while table.end_block < end:
+                    table.block_ids.append(self.allocator.allocate(index))
+
+    def _reserve_open(self, index: int, table: BlockTable, num_tokens: int, end: int) -> None:
+        """Allocate slots for the open block and block `end` - 1; steps seal blocks between them as they fill them."""
+        for block_id in table.drop_after(end):  # of a larger step that was not computed
+            self.slots.pools[index].release(block_id)
+        while table.end_block < end:
+            is_between = num_tokens <= table.end_block * BLOCK_SIZE and table.end_block < end - 1
+            table.block_ids.append(-1 if is_between else self.allocator.allocate(index))
+        if table.has(end - 1) and not table.has_slot(end - 1):
+            table.replace(end - 1, self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
@@ -159,9 +170,17 @@ class PrefixCache:
 
     def share_tail(self, sequence: BlockTables, end: int) -> None:
         """Publish an unfinished block up to token `end`; other requests continue in copies."""
-        if end % BLOCK_SIZE:
+        if end % BLOCK_SIZE and self.keepable(sequence, end) == end:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
+
+    def keepable(self, sequence: BlockTables, num_tokens: int) -> int:
+        """Tokens that `close` can keep of the first `num_tokens`: without a part of a block whose open form is gone.
+
+        In RAM that part can be reopened from the full block.
+        """
+        is_sealed = self._has_open and num_tokens // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
+        return whole_blocks(num_tokens) if is_sealed else num_tokens
 
     def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
         """Drop slots that no later token reads, and unlist those that no request reads.
@@ -174,8 +193,13 @@ class PrefixCache:
 
     def _leave_window(self, sequence: BlockTables, path: OriginPath, index: int, read_from: int | None) -> None:
         num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
-        table = sequence.tables[index]
-        start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
+        table, group = sequence.tables[index], self.groups[index]
+        start, needed = table.first_block, group.first_block_needed(num_tokens)
+        if group.holds is Holds.OPEN:
+            for block_id in table.vacate_before(sequence.num_tokens // BLOCK_SIZE):  # sealed
+                self.slots.pools[index].release(block_id)
+            table.drop_before(needed)
+            return
         for node, block_id in zip(path.nodes[start:], table.drop_before(needed), strict=False):
             self.slots.pools[index].release(block_id)
             if read_from is not None:
@@ -184,8 +208,10 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: BlockTables, keep: int | None = None) -> list[PathBlock]:
-        """End a request, keep its first `keep` tokens; return its blocks, ordered as `spans`."""
+        """End a request, keep its first `keep` tokens, all `keepable`; return its blocks, ordered as `spans`."""
         keep = sequence.num_tokens if keep is None else keep
+        if keep != self.keepable(sequence, keep):
+            raise BrokenInvariant(f"{keep} tokens end in a sealed block")
         blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):
             blocks.append(self._publisher.publish_base_tail(sequence))
@@ -199,7 +225,7 @@ class PrefixCache:
         nodes = path.nodes[: keep // BLOCK_SIZE]
         if keep % BLOCK_SIZE:
             nodes.append(self._publisher.publish(sequence, path, keep))
-        return [PathBlock(node, path.groups) for node in nodes]
+        return [PathBlock(node, path.groups_of(node)) for node in nodes]
 
     def abandon(self, sequence: BlockTables) -> None:
         """End a request without its unfinished block. Idempotent."""
@@ -246,7 +272,7 @@ class PrefixCache:
     def count_blocks(self) -> BlockCounts:
         free = live = total = 0
         for index, pool in enumerate(self.slots.pools):
-            read = {block_id for sequence in self._sequences for block_id in sequence.tables[index].block_ids}
+            read = {block_id for sequence in self._sequences for block_id in sequence.tables[index].slots}
             free, live, total = free + pool.num_free, live + len(read), total + pool.capacity
         return BlockCounts(free, live, total - free - live)
 
@@ -258,7 +284,7 @@ class PrefixCache:
             self.snapshots.check_integrity(len(self._sequences), started, self.tree.walk())
         for index in range(len(self.groups)):
             tables = (sequence.tables[index] for sequence in self._sequences)
-            self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
+            self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.slots))
         self.allocator.check_integrity()
         self.ledger.check_integrity()
 

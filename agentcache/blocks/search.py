@@ -14,7 +14,7 @@ from itertools import takewhile
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.origin_paths import PathLayout, lay_out, state_layout
-from agentcache.blocks.pool import Group
+from agentcache.blocks.pool import Group, Holds, full_partner, holds_of
 from agentcache.blocks.radix_tree import BYTES_PER_TOKEN, Nearest, Node, RadixTree, pack
 from agentcache.blocks.snapshots import Snapshots, whole_blocks
 from agentcache.errors import BrokenInvariant
@@ -39,7 +39,7 @@ def longest_common(limit: int, first: Finder, *others: Finder) -> int:
 
 @dataclass(frozen=True)
 class CachedPath:
-    """Cached prefix of one origin path: full blocks, then `tail_tokens` tokens of `tail`.
+    """Cached prefix of one origin path: full blocks, then `tail_tokens` tokens of `tail`, maybe of a full block.
 
     `read_from`: first token computed with it, if before its end.
     """
@@ -60,6 +60,27 @@ class CachedPath:
 
     def first_block_read(self, group: Group) -> int:
         return _first_block_read(group, self.num_tokens, self.read_from)
+
+    def nodes_read(self, index: int, group: Group) -> tuple[Node, ...]:
+        """Full blocks with slots in group `index`."""
+        return () if group.holds is Holds.OPEN else self.nodes[self.first_block_read(group) :]
+
+    def tail_source(self, index: int) -> int | None:
+        """Group that has the tail's data for group `index`; None without a tail, or if it holds none."""
+        holds = self.layout.holds_in(index)
+        if self.tail is None or not holds.has(is_full=False):
+            return None
+        return full_partner(index) if self.reopens(index) else index
+
+    def reopens(self, index: int) -> bool:
+        """Whether group `index` gets the tail from a full block of its partner."""
+        return self.layout.holds_in(index) is Holds.OPEN and self.tail is not None and self.tail.is_full
+
+    def is_in_ram(self, index: int, group: Group) -> bool:
+        source = self.tail_source(index)
+        if self.tail is not None and source is not None and source not in self.tail.block_ids:
+            return False
+        return all(index in node.block_ids for node in self.nodes_read(index, group))
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
@@ -127,10 +148,10 @@ class PathFinder:
         self._packed = packed
         self._layout = layout
         self._least = least
-        self._all = frozenset(layout.groups)
-        self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
+        self._full, self._tail = frozenset(layout.full_groups), frozenset(layout.tail_groups)
+        self._windows = {index: groups[index] for index in layout.full_groups if groups[index].window is not None}
         # Later tokens read all blocks of full attention.
-        usable = partial(_has, self._all - self._windows.keys())
+        usable = partial(_has, self._full - self._windows.keys())
         self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
@@ -159,29 +180,40 @@ class PathFinder:
     def _nearest(self, count: int, end: int, producer: str) -> Nearest[Node]:
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
-        usable = partial(_has, self._all)
-        nearest = parent.nearest(rest, usable, least=self._least, producer=producer)
+        nearest = parent.nearest(rest, self._is_usable, least=self._least, producer=producer)
         if nearest.items:
             return nearest
         # A shorter tail counts if it is whole: the end of some agent's context.
         short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
         for num_tokens in range(short, 0, -1):
             tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], producer)
-            if tail is not None and usable(tail):
+            if tail is not None and self._is_usable(tail):
                 return Nearest([tail], num_tokens)
         return nearest
+
+    def _is_usable(self, node: Node) -> bool:
+        """Whether the node's first tokens can be read: of a full one, open groups get them from their partners."""
+        return _has(self._groups_of(node), node)
+
+    def _groups_of(self, node: Node) -> frozenset[int]:
+        return self._full if node.is_full else self._tail
 
     def path(self, num_tokens: int, read_from: int | None = None) -> CachedPath:
         """Return the blocks of an answer of `longest`."""
         count, tail_tokens = divmod(num_tokens, BLOCK_SIZE)
         tails = self._tails(count, num_tokens).items
-        tail = min(tails, key=lambda node: len(self._all - node.block_ids.keys()), default=None)
+        tail = min(tails, key=self._cost, default=None)
         return CachedPath(self._layout, tuple(self._nodes[:count]), tail, tail_tokens, read_from)
+
+    def _cost(self, tail: Node) -> tuple[int, bool]:
+        """Files to read; whether groups are reopened."""
+        missing = self._groups_of(tail) - tail.block_ids.keys()
+        return len(missing), tail.is_full and self._full != self._tail
 
     def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
         """Full blocks after `num_tokens`; if `durable`, up to the first without a window's block."""
         nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
-        return takewhile(partial(_has, self._all), nodes) if durable else nodes
+        return takewhile(partial(_has, self._full), nodes) if durable else nodes
 
 
 class CheckpointFinder:
@@ -228,7 +260,7 @@ class PrefixFinder:
         snapshots: Snapshots | None = None,
     ) -> None:
         packed = pack(token_ids)
-        layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
+        layouts = lay_out(producer, len(groups), has_state=snapshots is not None, holds=holds_of(groups))
         # Recurrent models can start at few tokens: any tail is worth a copy.
         least = MIN_TAIL_TOKENS if snapshots is None else 1
         self._num_tokens = len(token_ids)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import Copy, Slots
+from agentcache.blocks.origin_paths import base_tail_groups
+from agentcache.blocks.pool import BlockTable, Copy, Holds, Slots, holds_of
 from agentcache.blocks.radix_tree import Node, RadixTree, pack
 from agentcache.blocks.search import Cached, CachedPath
 
@@ -35,8 +36,11 @@ def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocat
 
 def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
     for index in path.groups:
-        table = sequence.tables[index]
-        table.first_block = min(path.first_block_read(slots.groups[index]), len(path.nodes))
+        table, group = sequence.tables[index], slots.groups[index]
+        table.first_block = min(path.first_block_read(group), len(path.nodes))
+        if group.holds is Holds.OPEN:
+            table.block_ids += [-1] * (len(path.nodes) - table.first_block)
+            continue
         for node in path.nodes[table.first_block :]:
             block_id = node.block_ids.get(index, -1)
             if block_id >= 0:
@@ -46,19 +50,23 @@ def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
 
 def _tail_slots(path: CachedPath) -> list[tuple[int, int]]:
     block_ids = {} if path.tail is None else path.tail.block_ids
-    return [(index, block_ids[index]) for index in path.groups if index in block_ids]
+    sources = (path.tail_source(index) for index in path.groups)
+    return [(source, block_ids[source]) for source in sources if source is not None and source in block_ids]
 
 
 def _allocate_absent(sequence: BlockTables, path: CachedPath, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
-    for node in path.nodes[table.first_block :]:
+    for node in path.nodes_read(index, allocator.slots.groups[index]):
         if table.block_id(node.position) < 0:
             table.replace(node.position, allocator.allocate(index))
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
 
 
 def _allocate_tail(sequence: BlockTables, path: CachedPath, tail: Node, index: int, allocator: BlockAllocator) -> None:
-    table, source = sequence.tables[index], tail.block_ids.get(index)
+    source_group = path.tail_source(index)
+    if source_group is None:
+        return
+    table, source, reopens = sequence.tables[index], tail.block_ids.get(source_group), path.reopens(index)
     if source is not None and path.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
         allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
@@ -66,9 +74,9 @@ def _allocate_tail(sequence: BlockTables, path: CachedPath, tail: Node, index: i
     target = allocator.allocate(index)
     table.block_ids.append(target)
     if source is None:
-        sequence.loads.append(Load(tail, index, target, path.tail_tokens))
+        sequence.loads.append(Load(tail, index, target, path.tail_tokens, reopens))
     else:
-        sequence.copies.append(Copy(index, source, target))
+        sequence.copies.append(Copy(index, source, target, reopens))
 
 
 def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bool:
@@ -101,7 +109,7 @@ def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int]
 
 
 def _in_ram(node: Node, path: OriginPath) -> bool:
-    return all(index in node.block_ids for index in path.groups)
+    return all(index in node.block_ids for index in path.groups_of(node))
 
 
 def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
@@ -111,14 +119,21 @@ def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> 
         path.nodes.append(node)
         node.readers += 1
         for index in path.groups:
-            table, block_id = sequence.tables[index], node.block_ids[index]
-            slots.pools[index].retain(block_id)
-            if table.has(position):
-                slots.pools[index].release(table.block_id(position))
-                table.replace(position, block_id)
-            else:
-                table.block_ids.append(block_id)
+            block_id = node.block_ids[index] if index in path.groups_of(node) else -1
+            _append_slot(slots, index, sequence.tables[index], position, block_id)
     sequence.token_ids.extend(nodes[0].token_ids)
+
+
+def _append_slot(slots: Slots, index: int, table: BlockTable, position: int, block_id: int) -> None:
+    """Set the slot of the block after the request's end; -1 for none."""
+    if block_id >= 0:
+        slots.pools[index].retain(block_id)
+    if table.has_slot(position):
+        slots.pools[index].release(table.block_id(position))
+    if table.has(position):
+        table.replace(position, block_id)
+    else:
+        table.block_ids.append(block_id)
 
 
 class Publisher:
@@ -136,13 +151,13 @@ class Publisher:
             path.nodes.append(node)
             if path.ahead:
                 path.ahead.pop(0).readers -= 1  # the same node
-            published.append(PathBlock(node, path.groups))
+            published.append(PathBlock(node, path.groups_of(node)))
         return published
 
     def publish(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
         """Return the node before token `end`. The request takes over its slots."""
         node = self.list_slots(sequence, path, end)
-        for index in path.groups:
+        for index in path.groups_of(node):
             self._adopt(sequence, node, index)
         return node
 
@@ -152,18 +167,21 @@ class Publisher:
         RAM must equal the file bit for bit; computed KV could differ by rounding.
         """
         node = self.node_of(sequence, path, end)
-        for index in path.groups:
+        for index in path.groups_of(node):
             self._offer(sequence, node, index)
         return node
 
     def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
-        """List base's part of the block where the adapter starts: all groups, in the request's own slots."""
+        """List base's part of the block where the adapter starts: of all paths, in the request's own slots.
+
+        Not in an open group that has sealed the block since.
+        """
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE
         parent = sequence.paths[-1].parent_of(position, self._tree.root(sequence.root))
         tail = self._tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : start])
-        groups = tuple(range(len(sequence.tables)))
+        groups = base_tail_groups(len(sequence.tables), holds_of(self._slots.groups))
         for index in groups:
             self._offer(sequence, tail, index)
         return PathBlock(tail, groups)
@@ -176,12 +194,12 @@ class Publisher:
 
     def _offer(self, sequence: BlockTables, node: Node, index: int) -> None:
         table = sequence.tables[index]
-        if table.has(node.position) and not node.available(index) and index not in node.pending:
+        if table.has_slot(node.position) and not node.available(index) and index not in node.pending:
             self._slots.list_in(node, index, table.block_id(node.position))
 
     def _adopt(self, sequence: BlockTables, node: Node, index: int) -> None:
         table, theirs = sequence.tables[index], node.block_ids.get(index)
-        if theirs is not None and table.has(node.position):
+        if theirs is not None and table.has_slot(node.position):
             self._slots.pools[index].retain(theirs)
             self._slots.pools[index].release(table.block_id(node.position))
             table.replace(node.position, theirs)

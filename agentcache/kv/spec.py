@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
+from agentcache.blocks.pool import Holds, holds_of
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
 
@@ -116,7 +117,7 @@ class GroupSpec:
     """Tensors with blocks of their own, usually of one attention kind and span of depth.
 
     `name`: in addresses and files. `tensors`: in block byte order, widest dtypes first for alignment.
-    `value_quantisation`: of values, if different.
+    `value_quantisation`: of values, if different. `holds`: an open group has the window 1.
     """
 
     name: str
@@ -125,8 +126,11 @@ class GroupSpec:
     layers: tuple[LayerSpec, ...] = ()
     quantisation: Packing | None = None
     value_quantisation: Packing | None = None
+    holds: Holds = Holds.ALL
 
     def __post_init__(self) -> None:
+        if self.holds is Holds.OPEN and self.window != 1:
+            raise BrokenInvariant(f"the open group {self.name} has the window {self.window}")
         sizes = [tensor.numpy_dtype.itemsize for tensor in self.tensors]
         if sizes != sorted(sizes, reverse=True):
             raise BrokenInvariant(f"the tensors of group {self.name} do not begin with the widest dtypes")
@@ -236,6 +240,11 @@ class CacheSpec:
     def all_groups(self) -> tuple[GroupSpec, ...]:
         return self.groups if self.state_group is None else (*self.groups, self.state_group)
 
+    @cached_property
+    def holds(self) -> tuple[Holds, ...]:
+        """As `holds_of`."""
+        return holds_of(self.groups)
+
     @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
@@ -274,6 +283,7 @@ _NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("value_quantisation", None),
     ("rank", ""),
     ("sources", ""),
+    ("holds", Holds.ALL),
 )
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from agentcache.agents.caches import KeptCache
 from agentcache.api.stats import RESIDUAL
-from agentcache.blocks.allocator import BlockAllocator, min_blocks
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.allocator import BlockAllocator, blocks_of
 from agentcache.blocks.pool import BlockTable, Group
 from agentcache.blocks.search import Cached
 from agentcache.errors import OutOfBlocks
@@ -62,7 +61,7 @@ def _fits_beside_the_cached(
     group = allocator.slots.groups[index]
     # Partly filled blocks are copied.
     there = sum(node.is_full and index in node.block_ids for node in prefix.path(index).nodes)
-    needed = max(0, _most_blocks(group, num_tokens) - there)
+    needed = max(0, blocks_of(group, num_tokens) - there)
     room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
     return _promised(group, index, running) + needed <= room
 
@@ -75,19 +74,14 @@ def slots_needed(
     num_tokens: int = 0,
 ) -> int:
     """Slots that `running` and one more request need."""
-    group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
+    group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].slots}
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.path(index).nodes)
-    needed = max(0, _most_blocks(group, num_tokens) - shared)
+    needed = max(0, blocks_of(group, num_tokens) - shared)
     return len(read) + _promised(group, index, running) + needed
 
 
 def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
-    return sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
-
-
-def _most_blocks(group: Group, num_tokens: int) -> int:
-    blocks = -(-num_tokens // BLOCK_SIZE)
-    return blocks if group.window is None else min(blocks, min_blocks(group))
+    return sum(max(0, blocks_of(group, g.num_tokens) - len(g.tables[index].slots)) for g in running)
 
 
 class Room:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, KVOrigin
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, Holds
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import MIN_TAIL_TOKENS
 
@@ -24,6 +24,7 @@ class FakeGroup:
     name: str
     window: int | None
     bytes_per_block: int
+    holds: Holds = Holds.ALL
 
     def first_block_needed(self, num_tokens: int) -> int:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
