@@ -137,6 +137,9 @@ class BlockFiles:
 
 
 def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
-    full, rest = divmod(num_tokens, BLOCK_SIZE)
-    headers = (full + bool(rest)) * _HEADER_BYTES
-    return sum(full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + headers for group in groups)
+    return sum(_group_bytes(group, *divmod(num_tokens, BLOCK_SIZE)) for group in groups)
+
+
+def _group_bytes(group: GroupSpec, full: int, rest: int) -> int:
+    num_bytes = full * (group.bytes_per_block + _HEADER_BYTES) if group.holds.has(is_full=True) else 0
+    return num_bytes + (group.bytes_of(rest) + _HEADER_BYTES if rest and group.holds.has(is_full=False) else 0)

@@ -33,6 +33,9 @@ class Arenas(Protocol):
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
+    def reopen_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Put full blocks of the partner, uint8 [n] each, into slots of the open group `group`."""
+
     def memory(self, group: int) -> GroupMemory | None: ...
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
@@ -196,7 +199,8 @@ def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_token
     root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
     producer = record.producer if cache.name == BASE_CACHE else None
     ids = caches.ids_of(record)
-    for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
+    prefix = cache.prefix
+    for span in spans(num_tokens, producer, len(prefix.groups), has_state=has_state, holds=prefix.holds):
         parent = root if span.parent is None else blocks[span.parent].node
         node = tree.insert(parent, ids[span.begin : span.end], span.producer)
         blocks.append(PathBlock(node, span.groups))

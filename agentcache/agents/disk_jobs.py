@@ -9,6 +9,7 @@ from agentcache.agents.disk import Committed, Disk
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import StoreError
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
@@ -159,7 +160,7 @@ class DiskJobs:
         node = None if cache is None else cache.prefix.tree.node(name.chain)
         if cache is None or node is None or name.group in node.pending:
             return  # adapter not loaded, or block being rewritten
-        if not node.is_full and _is_outgrown(node, name.group):
+        if not node.is_full and _is_outgrown(cache.prefix, node, name.group):
             cache.prefix.slots.drop(node, name.group)
         elif not node.is_full:
             cache.prefix.tree.expire(node)
@@ -187,14 +188,14 @@ def _copied(target: BlockToWrite) -> BlockWrite:
     return BlockWrite(target.cache.header(node, target.group), data, extras)
 
 
-def _is_outgrown(tail: Node, group: int) -> bool:
-    """Whether the tail is not in RAM, or a longer block of its KV origin starts with it."""
+def _is_outgrown(prefix: PrefixCache, tail: Node, group: int) -> bool:
+    """Whether the tail is not in RAM, or a longer block of its KV origin starts with it and can replace it."""
     parent = tail.parent
     if parent is None or group not in tail.block_ids:
         return True
     longer = parent.nearest(
         tail.packed,
-        lambda node: node is not tail and group in node.block_ids,
+        lambda node: node is not tail and prefix.tail_group(node, group) in node.block_ids,
         least=tail.num_tokens,
         producer=tail.producer,
     )

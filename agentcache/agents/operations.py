@@ -145,8 +145,8 @@ class AgentOperations:
         """Drop blocks outside the transcript, after an unsaved turn."""
         if not record.transcript.is_in_ram:
             return record  # so it is in the log
-        has_state = self._cache.snapshots is not None
-        layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
+        has_state, holds = self._cache.snapshots is not None, self._cache.holds
+        layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state, holds=holds)
         chains = chain_keys(self._caches.root(self._caches.base, record.salt), record.transcript.ids, layout)
         blocks, saved = name_blocks(chains, layout), set(record.block_names)
         lost = (span.begin for span, block in zip(layout, blocks, strict=True) if not saved.issuperset(block.names))

@@ -110,7 +110,7 @@ class Persistence:
             BlockToWrite(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
             for index in block.groups
-            if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
+            if is_wanted(block.node, index) and sequence.tables[index].has_slot(block.node.position)
         ]
         with self._pins.holding(blocks=_names(blocks, cache)):
             if targets:

@@ -1,7 +1,8 @@
 """Restores verified blocks from disk into RAM.
 
 While no request computes, full blocks are read into their slots (`ReadsInPlace`), and each byte is moved once.
-Otherwise, if partly filled, or if the host cannot write device memory, blocks go through buffers (`BufferedReads`).
+Otherwise, if partly filled, if reopened, or if the host cannot write device memory, blocks go through buffers
+(`BufferedReads`).
 """
 
 from __future__ import annotations
@@ -84,17 +85,17 @@ class Restoring:
         return self.cache.prefix.all_groups[group].bytes_per_block
 
     def header(self, load: Load) -> BlockHeader:
-        return self.cache.header(load.node, load.group)
+        return self.cache.header(load.node, load.source_group)
 
     def finish(self, reads: Sequence[Read]) -> None:
         cache = self.cache
         for read in reads:
             load = read.load
             if read.extras is None:
-                cache.prefix.mark_missing(load.node, load.group)
+                cache.prefix.mark_missing(load.node, load.source_group)
                 self.complete = False
                 continue
-            self.num_bytes += cache.spec.all_groups[load.group].bytes_of(load.node.num_tokens)
+            self.num_bytes += cache.spec.all_groups[load.source_group].bytes_of(load.node.num_tokens)
             if not self.sequence.closed:
                 cache.arenas.put_extras(load.group, load.block_id, load.node.num_tokens, read.extras)
                 cache.prefix.loaded(self.sequence, load)
@@ -115,6 +116,14 @@ class _Batch:
     @property
     def group(self) -> int:
         return self.loads[0].group
+
+    @property
+    def source_group(self) -> int:
+        return self.loads[0].source_group
+
+    @property
+    def reopens(self) -> bool:
+        return self.loads[0].reopens
 
 
 class BufferedReads:
@@ -149,8 +158,9 @@ class BufferedReads:
         for index, table in enumerate(tables):
             group = base.prefix.groups[index]
             header, at_once = make_header("", group.name, 0, range(BLOCK_SIZE)), self._batch_blocks(group)
-            for start in range(0, len(table.block_ids), at_once):
-                block_ids = table.block_ids[start : start + at_once]
+            slots = table.slots
+            for start in range(0, len(slots), at_once):
+                block_ids = slots[start : start + at_once]
                 buffer = self._buffers[-1 - start // at_once % _READS_BEGUN % len(self._buffers)]
                 reads = [
                     self._readers.submit(self._store.decode_zeros, header, part)
@@ -172,8 +182,8 @@ class BufferedReads:
 
     def read(self, restore: Restoring, loads: Sequence[Load]) -> None:
         batches: list[list[Load]] = []
-        for group, same in groupby(loads, key=lambda load: load.group):
-            members, size = list(same), self._batch_blocks(restore.cache.prefix.all_groups[group])
+        for (_, source), same in groupby(loads, key=lambda load: (load.group, load.source_group)):
+            members, size = list(same), self._batch_blocks(restore.cache.prefix.all_groups[source])
             batches += [members[start : start + size] for start in range(0, len(members), size)]
         due = [_Batch(restore, each, [restore.header(load) for load in each]) for each in batches]
         with self._lock:
@@ -197,7 +207,7 @@ class BufferedReads:
             return [Read(load, None) for load in batch.loads]
 
     def _read_files(self, batch: _Batch, buffer: Array) -> list[Read]:
-        size = batch.restore.block_bytes(batch.group)
+        size = batch.restore.block_bytes(batch.source_group)
         if size * len(batch.loads) > buffer.nbytes:  # residuals of very high rank
             buffer = aligned(size * len(batch.loads))
         parts = _parts(buffer, size, len(batch.loads))
@@ -227,7 +237,9 @@ class BufferedReads:
         if good and not batch.restore.sequence.closed:
             block_ids, blocks = zip(*good, strict=True)
             try:
-                batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
+                arenas = batch.restore.cache.arenas
+                put = arenas.reopen_blocks if batch.reopens else arenas.put_blocks
+                put(batch.group, block_ids, blocks)
             except BaseException:  # computed instead
                 log.exception("blocks could not be put into the cache")
                 return [Read(load, None) for load in batch.loads]
@@ -366,10 +378,10 @@ class Restorer:
 
     def restore(self, sequence: BlockTables, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
         """Load a sequence's blocks into RAM; call `done` even if the sequence has ended."""
-        kept, loads = self._caches.get(cache), sorted(sequence.loads, key=lambda load: load.group)
+        kept, loads = self._caches.get(cache), sorted(sequence.loads, key=lambda load: (load.group, load.reopens))
         restore = Restoring(kept, sequence, done, blocks_due=len(loads))
-        self.buffered.read(restore, [load for load in loads if not load.node.is_full])
-        self._whole.extend((restore, load) for load in loads if load.node.is_full)
+        self.buffered.read(restore, [load for load in loads if not _may_be_in_place(load)])
+        self._whole.extend((restore, load) for load in loads if _may_be_in_place(load))
         if self._whole:
             self._post(self._go_on)
         kept.arenas.fit()  # allocate new slots during the first reads
@@ -425,6 +437,10 @@ class Restorer:
                 others.append((restore, load))
             if time.perf_counter() >= may_end_at and self._is_awaited():
                 return
+
+
+def _may_be_in_place(load: Load) -> bool:
+    return load.node.is_full and not load.reopens
 
 
 def _by_group(taken: Iterable[tuple[Restoring, Load]]) -> list[tuple[Restoring, list[Load]]]:

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key
 from agentcache.blocks.pool import Holds
 
-_ALL_HOLD_ALL: tuple[Holds, ...] = ()  # as `pool.holds_of`
-
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -40,7 +38,7 @@ class PathLayout:
     groups: tuple[int, ...]
     producer: KVOrigin | None
     has_state: bool = False
-    holds: tuple[Holds, ...] = _ALL_HOLD_ALL
+    holds: tuple[Holds, ...] = ()
 
     @cached_property
     def full_groups(self) -> tuple[int, ...]:
@@ -74,12 +72,12 @@ def _groups_of(groups: Iterable[int], holds: tuple[Holds, ...], *, is_full: bool
     return tuple(index for index in groups if not holds or holds[index].has(is_full=is_full))
 
 
-def base_tail_groups(num_groups: int, holds: tuple[Holds, ...] = _ALL_HOLD_ALL) -> tuple[int, ...]:
+def base_tail_groups(num_groups: int, holds: tuple[Holds, ...] = ()) -> tuple[int, ...]:
     return _groups_of(range(num_groups), holds, is_full=False)
 
 
 def lay_out(
-    producer: KVOrigin | None, num_groups: int, *, has_state: bool = False, holds: tuple[Holds, ...] = _ALL_HOLD_ALL
+    producer: KVOrigin | None, num_groups: int, *, has_state: bool = False, holds: tuple[Holds, ...] = ()
 ) -> tuple[PathLayout, ...]:
     """Base's path, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
@@ -126,7 +124,7 @@ def spans(
     num_groups: int,
     *,
     has_state: bool = False,
-    holds: tuple[Holds, ...] = _ALL_HOLD_ALL,
+    holds: tuple[Holds, ...] = (),
 ) -> list[BlockSpan]:
     """All blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Protocol
 
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -168,6 +169,12 @@ class Holds(StrEnum):
 def full_partner(index: int) -> int:
     """Group of an OPEN group's full blocks, from which these are reopened."""
     return index - 1
+
+
+def are_paired(holds: Sequence[Holds]) -> bool:
+    """Whether each FULL group is followed by an OPEN one, and no other group is."""
+    neighbours = pairwise((Holds.ALL, *holds, Holds.ALL))
+    return all((left is Holds.FULL) == (right is Holds.OPEN) for left, right in neighbours)
 
 
 class Group(Protocol):

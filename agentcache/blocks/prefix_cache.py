@@ -15,7 +15,7 @@ from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBl
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
-from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Holds, Slots, holds_of
+from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Holds, Slots, are_paired, full_partner, holds_of
 from agentcache.blocks.radix_tree import Node, RadixTree, pack, unpack
 from agentcache.blocks.search import Cached, CheckpointFinder, PrefixFinder
 from agentcache.blocks.sharing import Publisher, append_nodes, attach_prefix, nodes_ahead
@@ -39,6 +39,8 @@ class PrefixCache:
     ) -> None:
         self.groups = tuple(groups)
         self.holds = holds_of(self.groups)
+        if not are_paired(self.holds):
+            raise BrokenInvariant(f"groups of full and open blocks are not in pairs: {self.holds}")
         self.ledger = ledger
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree)
@@ -72,6 +74,10 @@ class PrefixCache:
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
         return all(path.is_in_ram(index, self.groups[index]) for path in prefix.paths for index in path.groups)
+
+    def tail_group(self, node: Node, index: int) -> int:
+        """Group that has the node's data if `index` needs a part of the block."""
+        return full_partner(index) if node.is_full and self.groups[index].holds is Holds.OPEN else index
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
         """Return block tables filled with `prefix`. Raises OutOfBlocks."""
@@ -173,6 +179,17 @@ class PrefixCache:
         if end % BLOCK_SIZE and self.keepable(sequence, end) == end:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
+
+    def base_tail_block(self, sequence: BlockTables) -> int | None:
+        """End of the block whose open form the base tail needs; None if there is none to publish.
+
+        A step that ends there has not dropped it yet.
+        """
+        producer = sequence.producer
+        if not self._has_open or producer is None or sequence.num_tokens > producer.start:
+            return None
+        end = whole_blocks(producer.start) + BLOCK_SIZE
+        return end if has_base_tail(producer, end) else None
 
     def keepable(self, sequence: BlockTables, num_tokens: int) -> int:
         """Tokens that `close` can keep of the first `num_tokens`: without a part of a block whose open form is gone.

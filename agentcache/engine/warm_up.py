@@ -16,6 +16,7 @@ import mlx.core as mx
 from agentcache.agents.restore import Restorer
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.models.runner import ModelRunner
@@ -34,7 +35,8 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
 
     Returns seconds per token of a short turn; inf if not measured.
     """
-    capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
+    pools = zip(cache.groups, cache.slots.pools, strict=True)
+    capacity = BLOCK_SIZE * min((pool.capacity for group, pool in pools if group.holds is not Holds.OPEN), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         restorer.buffered.warm_up(sequence.tables)
@@ -95,6 +97,7 @@ def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -
     """Temporary block tables; resets the counters at the end."""
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
+        cache.reserve(sequence, max(0, num_tokens - BLOCK_SIZE))  # open groups: the last two blocks
         cache.reserve(sequence, num_tokens)
         yield sequence
     finally:

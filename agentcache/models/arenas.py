@@ -96,6 +96,8 @@ class CacheArenas:
             self._copy(move)
 
     def _copy(self, copy: Copy) -> None:
+        if copy.reopens:
+            raise NotImplementedError
         self._wait()
         self.groups[copy.group].copy(copy.source, copy.target)
         if copy.group in self.measures:
@@ -106,6 +108,10 @@ class CacheArenas:
         self.fit()
         self._wait()
         self.groups[group].put(block_ids, blocks)
+
+    def reopen_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Pack full blocks of the partner, uint8 [n] each, into slots of the open group `group`."""
+        raise NotImplementedError
 
     def memory(self, group: int) -> GroupMemory | None:
         """See `GroupArena.memory`. Compute nothing while it is used."""

@@ -78,6 +78,7 @@ class RequestPlan(ABC):
         own_tokens: prompt tokens in the matched lineage.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of these neither in RAM nor on disk.
+        base_tail_block: end of the block in which the adapter starts; a chunk ends there if not None.
         tables: in all caches, base's first; empty while not open.
         sequence: those in base's cache; valid while open.
         passes: remaining ones, the current first; empty while not open.
@@ -109,6 +110,7 @@ class RequestPlan(ABC):
         self.cached = CachedTokens()
         self.computed_prompt_tokens = self.computed_base_tokens = 0
         self.snapshots: SnapshotPlan | None = None
+        self.base_tail_block: int | None = None
         self.tables: Sequence[CacheTables] = ()
         self.passes: list[Pass] = []
         self._note_own()
@@ -236,13 +238,13 @@ class RequestPlan(ABC):
             cache.prefix.share_tail(tables, num_tokens)
 
     def close(self, num_tokens: int, early: Mapping[str, Sequence[PathBlock]]) -> list[CacheTurn]:
-        """Keep the first tokens' blocks, and close. Return what to save, base's cache first.
+        """Keep the first tokens' blocks, as far as `keepable`, and close. Return what to save, base's cache first.
 
         `early`: blocks saved before, by cache.
         """
         turns = []
         for cache, tables in self.tables:
-            keep = min(tables.num_tokens, num_tokens)
+            keep = cache.prefix.keepable(tables, min(tables.num_tokens, num_tokens))
             turns.append(CacheTurn(cache.name, keep, cache.prefix.close(tables, keep), early.get(cache.name, ())))
         self.abandon()
         return turns
@@ -254,4 +256,4 @@ class RequestPlan(ABC):
         if self.passes:
             self.hidden_states.release()
             self._resources.open_plans.remove(self)
-        self.tables, self.passes, self.snapshots = (), [], None
+        self.tables, self.passes, self.snapshots, self.base_tail_block = (), [], None, None

@@ -168,9 +168,12 @@ class BringZeros(_Command, frozen=True):
 
 
 class PutBytes(_Command, frozen=True):
+    """Put kept bytes into slots. With `reopens`, those of full blocks into slots of an open group."""
+
     group: int
     slots: Sequence[int]
     handles: Sequence[int]
+    reopens: bool = False
 
 
 class Forget(_Command, frozen=True):

@@ -106,8 +106,17 @@ class RankZeroArenas(BaseArenas):
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         self.fit()
-        self._link.tell(PutBytes(group, list(block_ids), [self._handles.of(block) for block in blocks]))
+        self._tell_to_put(group, block_ids, blocks, reopens=False)
         super().put_blocks(group, block_ids, blocks)
+
+    def reopen_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        self.fit()
+        self._tell_to_put(group, block_ids, blocks, reopens=True)
+        super().reopen_blocks(group, block_ids, blocks)
+
+    def _tell_to_put(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array], *, reopens: bool) -> None:
+        handles = [self._handles.of(block) for block in blocks]
+        self._link.tell(PutBytes(group, list(block_ids), handles, reopens))
 
     def memory(self, group: int) -> None:
         """A block that is invalid on another rank must not be in its slot here."""

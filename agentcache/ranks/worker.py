@@ -113,8 +113,10 @@ class Worker:
                 self._held[handle] = self._own(parts)
             case commands.BringZeros(handle, name):
                 self._held[handle] = np.zeros(self._loaded.spec.group(name).bytes_per_block, np.uint8)
-            case commands.PutBytes(group, slots, handles):
-                self._runner.base.put_blocks(group, slots, [self._held[handle] for handle in handles])
+            case commands.PutBytes(group, slots, handles, reopens):
+                base = self._runner.base
+                put = base.reopen_blocks if reopens else base.put_blocks
+                put(group, slots, [self._held[handle] for handle in handles])
             case commands.Forget(handles):
                 for handle in handles:
                     self._held.pop(handle, None)

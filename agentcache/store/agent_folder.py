@@ -14,6 +14,7 @@ from pathlib import Path
 from agentcache.api.names import is_name
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, STATE_GROUP
 from agentcache.blocks.origin_paths import spans
+from agentcache.blocks.pool import Holds
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
@@ -191,7 +192,7 @@ class AgentFolder:
         if name in self._unavailable:
             raise FileUnavailable(f"agent {name} is unavailable: {self._unavailable[name]}")
 
-    def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
+    def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...], holds: tuple[Holds, ...] = ()) -> int:
         """Make `record` durable; return the bytes written.
 
         Raises InvalidRequest, Conflict, DiskBudgetExceeded, FileUnavailable: nothing changed. After an OSError, the
@@ -203,7 +204,7 @@ class AgentFolder:
         chains |= {BASE_CACHE: record.chains} if record.chains else {}
         content = Content(record.transcript, chains, record.system)
         log = self._plan(record, content)
-        manifest = _manifest_of(record, spec, groups, log.end)
+        manifest = _manifest_of(record, spec, groups, holds, log.end)
         encoded = encode_manifest(manifest)
         self._usage.require(len(log.data) + len(encoded))
         self._write_log(record.name, log)
@@ -318,10 +319,12 @@ class AgentFolder:
             del self._generations[name]
 
 
-def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
+def _manifest_of(
+    record: AgentRecord, spec: str, groups: tuple[str, ...], holds: tuple[Holds, ...], end: LogEnd
+) -> Manifest:
     snapshots = tuple(SavedSnapshot(each.num_tokens, each.chain) for each in record.snapshots)
     producer = save_origin(record.producer, groups)
-    base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, producer, snapshots)
+    base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, producer, snapshots, holds)
     residuals = (SavedCache(each.cache, each.spec, each.groups, each.num_saved) for each in record.residuals)
     return Manifest(
         id=record.id,

@@ -215,14 +215,22 @@ def check_lineage(manifest: Manifest, content: Content, served: ServedCache | No
     for cache in manifest.caches:
         _check_cache(cache, content)
     for cache in manifest.caches[1:]:
-        if kind_of(cache.name) == BASE_CACHE or cache.producer is not None or cache.has_state or not cache.groups:
+        if kind_of(cache.name) == BASE_CACHE or not _may_be_beside_base(cache):
             raise BlockRejected(f"the cache {cache.name!r:.80} is not one that may stand beside base's")
     if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
         raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
     fits = served is not None and manifest.base.spec == served.spec.digest
     # Later code identifies groups by index.
-    if served is not None and fits and manifest.base.groups != tuple(group.name for group in served.spec.all_groups):
+    if served is not None and fits and not _has_groups_of(manifest.base, served.spec):
         raise BlockRejected("its cache groups are not those of its cache")
+
+
+def _has_groups_of(cache: SavedCache, spec: CacheSpec) -> bool:
+    return (cache.groups, cache.holds) == (tuple(group.name for group in spec.all_groups), spec.holds)
+
+
+def _may_be_beside_base(cache: SavedCache) -> bool:
+    return cache.producer is None and not cache.has_state and bool(cache.groups) and not cache.holds
 
 
 def _check_transcript(transcript: Transcript, num_token_ids: int | None) -> None:
@@ -329,7 +337,7 @@ def _as_proven(
 
 def _blank(served: ServedCache) -> SavedCache:
     groups = tuple(group.name for group in served.spec.all_groups)
-    return SavedCache(BASE_CACHE, served.spec.digest, groups, 0)
+    return SavedCache(BASE_CACHE, served.spec.digest, groups, 0, holds=served.spec.holds)
 
 
 def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: float) -> Manifest:
@@ -362,7 +370,7 @@ def _proven_caches(
         proven.append((_blank(served), ()))
     for cache in further:
         chains = _proven_chains(manifest, cache, ids, known.get(cache.name, ()))
-        if chains is not None and cache.producer is None and not cache.has_state and cache.groups:
+        if chains is not None and _may_be_beside_base(cache):
             proven.append((cache, chains))
     with_snapshots = tuple(_with_proven_snapshots(manifest, cache, ids) for cache, _ in proven)
     return with_snapshots, {cache.name: chains for cache, chains in proven if chains}

@@ -25,6 +25,7 @@ from agentcache.blocks.keys import (
     block_key,
 )
 from agentcache.blocks.origin_paths import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
+from agentcache.blocks.pool import Holds, are_paired, full_partner
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.transcript_log import LogEnd
@@ -150,6 +151,7 @@ class SavedCache:
     num_saved: int
     producer: SavedOrigin | None = None
     snapshots: tuple[SavedSnapshot, ...] = ()  # ordered; only if the last group is the state's
+    holds: tuple[Holds, ...] = ()  # of groups of blocks; empty if all hold all blocks
 
     @property
     def has_state(self) -> bool:
@@ -170,7 +172,8 @@ class SavedCache:
         return KVOrigin(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
-        return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
+        origin, count = self.named_origin(), self.num_block_groups
+        return spans(self.num_saved, origin, count, has_state=self.has_state, holds=self.holds)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
         """Keys of blocks and checkpoints."""
@@ -264,6 +267,8 @@ def _cache_fields(cache: SavedCache) -> dict[str, Any]:
         fields["producer"] = vars(cache.producer)
     if cache.snapshots:
         fields["snapshots"] = list(map(vars, cache.snapshots))
+    if not cache.holds:
+        del fields["holds"]
     return fields
 
 
@@ -352,13 +357,23 @@ def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
         raise TypeError("a cache is not an object")
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
     snapshots = tuple(map(_snapshot_from, fields.get("snapshots", ())))
-    cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots})
+    read = {"groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots}
+    cache = SavedCache(**{**fields, **read, "holds": tuple(map(Holds, fields.get("holds", ())))})
     _require(_is_text(cache.name) and bool(cache.name), "cache name", cache.name)
     _require(_is_text(cache.spec), "cache spec", cache.spec)
     _require(_is_count(cache.num_saved), "number of saved tokens", cache.num_saved)
     _check_groups(cache.groups)
-    cache.named_origin()  # ValueError for an unknown group
+    origin = cache.named_origin()  # ValueError for an unknown group
+    _check_holds(cache, frozenset() if origin is None else origin.groups)
     return cache
+
+
+def _check_holds(cache: SavedCache, adapted: frozenset[int]) -> None:
+    holds = cache.holds
+    is_stated = Holds.OPEN in holds and len(holds) == cache.num_block_groups
+    _require(not holds or (is_stated and are_paired(holds)), "blocks in cache groups", holds)
+    pairs = ((full_partner(index), index) for index, each in enumerate(holds) if each is Holds.OPEN)
+    _require(all((full in adapted) == (opened in adapted) for full, opened in pairs), "producer", cache.producer)
 
 
 def _check_groups(groups: tuple[str, ...]) -> None:

@@ -183,7 +183,7 @@ class Store:
         with as_store_error(f"save agent {record.name}"), self.visit():
             unreadable = self._unreadable_blocks(record.name)
             groups = tuple(group.name for group in self._spec.all_groups)
-            written = self._agents.served.save(record, self._spec.digest, groups)
+            written = self._agents.served.save(record, self._spec.digest, groups, self._spec.holds)
             with suppress(OSError):  # saved already; the next start retries
                 self._former.remove(record.name)
             if unreadable:  # without their manifest, no eviction would find them

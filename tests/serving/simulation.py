@@ -17,7 +17,7 @@ from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_states import HiddenStateCache
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.pool import Copy
+from agentcache.blocks.pool import Copy, Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import Transcript
@@ -46,6 +46,7 @@ class FullGroup:
     name: str = "full.0"
     window: int | None = None
     bytes_per_block: int = 1
+    holds: Holds = Holds.ALL
 
     def first_block_needed(self, num_tokens: int) -> int:
         return 0

@@ -10,6 +10,7 @@ from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.plans.room import Growth, has_room
 
@@ -19,6 +20,7 @@ class Group:
     window: int | None = None
     name: str = "group"
     bytes_per_block: int = 1
+    holds: Holds = Holds.ALL
 
     def first_block_needed(self, num_tokens: int) -> int:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
