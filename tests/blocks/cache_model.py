@@ -30,6 +30,25 @@ class FakeGroup:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
 
 
+def pair(name: str, window: int | None = None, full_bytes: int = 1, open_bytes: int = 1) -> Groups:
+    """Groups of the full and the open blocks of the same layers."""
+    return (
+        FakeGroup(f"{name}.sealed", window, full_bytes, Holds.FULL),
+        FakeGroup(f"{name}.open", 1, open_bytes, Holds.OPEN),
+    )
+
+
+def groups_of(groups: Groups, num_tokens: int) -> list[int]:
+    """Which groups have a block of so many tokens."""
+    other = Holds.OPEN if num_tokens == BLOCK_SIZE else Holds.FULL
+    return [index for index, group in enumerate(groups) if group.holds != other]
+
+
+def last_layers(groups: Groups) -> int:
+    """First group of the last layers."""
+    return len(groups) - (2 if groups and groups[-1].holds is Holds.OPEN else 1)
+
+
 @dataclass
 class Arena:
     """Contents of all slots, and the numbers of prefixes.
@@ -142,7 +161,7 @@ class Reference:
         if length > len(tokens) or self._has_state and not self._has_snapshot(root, tokens[:length], producer):
             return False
         return all(
-            not groups or any(self.has(path, groups, first) for path in self.paths(root, tokens[:length], who))
+            not groups or any(self.has(path, groups, first, length) for path in self.paths(root, tokens[:length], who))
             for groups, who in ((base, None), (own, producer))
         )
 
@@ -178,13 +197,22 @@ class Reference:
             return producer is None or end <= producer.start
         return producer is not None and node.producer == producer.text
 
-    def has(self, path: list[Node], groups: frozenset[int], first: int) -> bool:
-        """Whether all groups are there for tokens from `first` on."""
+    def has(self, path: list[Node], groups: frozenset[int], first: int, length: int | None = None) -> bool:
+        """Whether all groups are there for tokens from `first` on, behind `length` in all."""
+        length = first if length is None else length
         return all(
-            index in node.block_ids or (node.chain, index) in self._files and index in node.stored
+            source in node.block_ids or (node.chain, source) in self._files and source in node.stored
             for index in groups
-            for node in path[self._groups[index].first_block_needed(first) :]
+            for node, source in self.needed(path, index, first, length)
         )
+
+    def needed(self, path: list[Node], index: int, first: int, length: int) -> list[tuple[Node, int]]:
+        """Nodes that a group reads, and the group that has them there: an open one reads what it reopens from."""
+        group, count = self._groups[index], length // BLOCK_SIZE
+        if group.holds is Holds.OPEN:
+            return [(node, index - 1 if node.is_full else index) for node in path[count:]]
+        end = count if group.holds is Holds.FULL else len(path)
+        return [(node, index) for node in path[group.first_block_needed(first) : end]]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -12,10 +12,11 @@ from hypothesis.stateful import precondition, rule
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
+from agentcache.blocks.pool import Holds, holds_of
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import Cached
 from agentcache.errors import OutOfBlocks
-from tests.blocks.cache_model import Reference
+from tests.blocks.cache_model import Places, Reference, groups_of, last_layers
 from tests.blocks.watched_cache import Running, TracedCache, Write
 
 ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
@@ -29,8 +30,10 @@ class Adapter:
     key: str
     everywhere: bool
 
-    def producer(self, start: int, num_groups: int, has_state: bool) -> KVOrigin:
-        first = 0 if self.everywhere else num_groups - (1 if self.key == "a" or not has_state else 0)
+    def producer(self, start: int, num_groups: int, has_state: bool, last: int = -1) -> KVOrigin:
+        """`last`: first group of the last layers, if not the last group."""
+        last = num_groups - 1 if last < 0 else last
+        first = 0 if self.everywhere else last if self.key == "a" or not has_state else num_groups
         return KVOrigin(self.key, start, frozenset(range(first, num_groups + has_state)))
 
 
@@ -81,7 +84,8 @@ class SequenceMachine(TracedCache):
 
     def producer(self, adapter: Adapter | None, start: int | str, tokens: list[int]) -> KVOrigin | None:
         start = len(tokens) - 1 if isinstance(start, str) else start
-        return None if adapter is None else adapter.producer(start, len(self.groups), self.state is not None)
+        has_state, last = self.state is not None, last_layers(self.groups)
+        return None if adapter is None else adapter.producer(start, len(self.groups), has_state, last)
 
     def recall(self, history: int, share: float) -> list[int]:
         """The beginning of what some sequence held or holds."""
@@ -98,9 +102,11 @@ class SequenceMachine(TracedCache):
             assert self.snapshot() == before
             return None
         for copy in sequence.copies:
-            self.arena.slot(copy.group, copy.target)[:] = self.arena.slot(copy.group, copy.source)
+            assert not copy.reopens or self.groups[copy.group].holds is Holds.OPEN
+            source = self.arena.slot(copy.group - copy.reopens, copy.source)
+            self.arena.slot(copy.group, copy.target)[:] = source
         assert list(sequence.token_ids) == tokens[: prefix.num_tokens]
-        loads = [(load, self.files[load.node.chain, load.group][: load.num_tokens]) for load in sequence.loads]
+        loads = [(load, self.files[load.node.chain, load.source_group][: load.num_tokens]) for load in sequence.loads]
         assert bool(loads) is not self.was_in_ram
         self.running.append(Running(sequence, (), loads))
         self.take_state(self.running[-1])
@@ -145,8 +151,8 @@ class SequenceMachine(TracedCache):
             self.cache.loaded(running.sequence, done)
         else:
             running.failed.append(done)
-            self.files.pop((done.node.chain, done.group), None)
-            self.cache.mark_missing(done.node, done.group)
+            self.files.pop((done.node.chain, done.source_group), None)
+            self.cache.mark_missing(done.node, done.source_group)
         if running.failed and not running.loads:
             self.end(running)
             self.cache.abandon(running.sequence)
@@ -180,9 +186,9 @@ class SequenceMachine(TracedCache):
         """Each group's part of every block that was filled, once; and the base tail with the producer's first token."""
         end, producer = sequence.num_tokens, sequence.producer
         filled = [n for n in range(BLOCK_SIZE, end + 1, BLOCK_SIZE) if n > end - added]
-        expected = Counter((n, index) for n in filled for index in range(len(self.groups)))
+        expected = Counter((n, index) for n in filled for index in groups_of(self.groups, BLOCK_SIZE))
         if producer and producer.start % BLOCK_SIZE and end - added <= producer.start < end:
-            expected.update((producer.start, index) for index in range(len(self.groups)))
+            expected.update((producer.start, index) for index in groups_of(self.groups, 1))
         assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
 
     @precondition(lambda self: self.ready())
@@ -209,9 +215,29 @@ class SequenceMachine(TracedCache):
         start = sequence.num_tokens
         for index, table in enumerate(sequence.tables):
             places = self.places(sequence, index, tokens)
+            if self.groups[index].holds is not Holds.ALL:
+                continue
             for position in range(start, len(places)):
                 slot = self.arena.slot(index, table.block_id(position // BLOCK_SIZE))
                 slot[position % BLOCK_SIZE] = places[position]
+        for index, group in enumerate(self.groups):
+            if group.holds is Holds.OPEN and tokens:
+                self.compute_open(sequence, index, self.places(sequence, index, tokens))
+
+    def compute_open(self, sequence: BlockTables, index: int, places: Places) -> None:
+        """Write into the open slots, and seal filled blocks from there; whole ones may have none."""
+        full, opened, start = sequence.tables[index - 1], sequence.tables[index], sequence.num_tokens
+        first, last = start // BLOCK_SIZE, (len(places) - 1) // BLOCK_SIZE
+        assert len(opened.slots) <= 2 and opened.has_slot(last)
+        for block in range(first, last + 1):
+            begin, end = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len(places))
+            known, content = max(0, start - begin), [-1] * BLOCK_SIZE
+            if opened.has_slot(block):
+                content = self.arena.slot(index, opened.block_id(block))
+            assert opened.has_slot(block) or not known
+            content[known : end - begin] = places[begin + known : end]
+            if end - begin == BLOCK_SIZE:
+                self.arena.slot(index - 1, full.block_id(block))[:] = content
 
     @precondition(lambda self: self.state is not None and self.ready())
     @rule(which=PICK, lasts=st.booleans())
@@ -238,15 +264,20 @@ class SequenceMachine(TracedCache):
 
     def finish(self, running: Running, back: int, save: bool) -> None:
         sequence = running.sequence
-        keep = max(0, sequence.num_tokens - back)
+        wanted = max(0, sequence.num_tokens - back)
+        keep = self.cache.keepable(sequence, wanted)
+        holds = holds_of(self.groups)
+        is_sealed = wanted // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
+        assert keep == (wanted - wanted % BLOCK_SIZE if holds and is_sealed else wanted)
         if self.state is not None and not back:
             self.snap(running)
         self.end(running)
         self.histories.append(list(sequence.token_ids[:keep]))
         blocks = self.cache.close(sequence, keep)
-        layout = spans(keep, sequence.producer, len(self.groups), has_state=self.state is not None)
+        layout = spans(keep, sequence.producer, len(self.groups), has_state=self.state is not None, holds=holds)
         assert [block.node.chain for block in blocks] == chain_keys(sequence.root, sequence.token_ids, layout)
         assert [block.groups for block in blocks] == [span.groups for span in layout]
+        assert all(set(block.groups) <= set(groups_of(self.groups, block.node.num_tokens)) for block in blocks)
         assert sequence.closed
         if save:
             self.save_blocks(blocks)

@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from agentcache.blocks.block_tables import BlockTables, Load
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from tests.blocks.cache_model import Arena, FakeGroup, Groups, Places, text_in
+from tests.blocks.cache_model import Arena, FakeGroup, Groups, Places, groups_of, last_layers, text_in
 
 
 @dataclass(eq=False)
@@ -84,10 +85,16 @@ class TracedCache(RuleBasedStateMachine):
                 assert tuple(held) == self.held_by(node, len(self.groups))
 
     @invariant()
+    def groups_hold_their_kind_of_blocks(self) -> None:
+        for node in self.nodes():
+            held = {*node.block_ids, *node.stored, *node.pending} - {len(self.groups)}
+            assert held <= set(groups_of(self.groups, node.num_tokens))
+
+    @invariant()
     def groups_below_an_adapter_hold_nothing_of_its_own(self) -> None:
         for node in self.nodes():
             if node.producer.startswith(("a@", "b@")):
-                assert {*node.block_ids, *node.stored, *node.pending} <= {len(self.groups) - 1, len(self.groups)}
+                assert min([*node.block_ids, *node.stored, *node.pending], default=99) >= last_layers(self.groups)
 
     @invariant()
     def sequences_hold_their_tokens(self) -> None:
@@ -97,11 +104,23 @@ class TracedCache(RuleBasedStateMachine):
             for index, table in enumerate(sequence.tables):
                 places = self.places(sequence, index)
                 assert table.first_block <= self.groups[index].first_block_needed(self.next_computed(running, index))
-                assert table.end_block * BLOCK_SIZE >= sequence.num_tokens
+                self.check_coverage(sequence, index)
                 for position, block_id in enumerate(table.block_ids, start=table.first_block):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
-                    if (index, block_id) not in absent:
+                    is_sealed = len(expected) == BLOCK_SIZE or self.groups[index].holds is not Holds.FULL
+                    if block_id >= 0 and is_sealed and (index, block_id) not in absent:
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
+
+    def check_coverage(self, sequence: BlockTables, index: int) -> None:
+        """The table has a slot for each block that is read, and no other one before the sequence's end."""
+        table, end = sequence.tables[index], sequence.num_tokens
+        kept = range(table.first_block, end // BLOCK_SIZE)  # whole blocks
+        if self.groups[index].holds is Holds.OPEN:
+            assert not any(map(table.has_slot, kept))
+        else:
+            assert all(map(table.has_slot, kept)) and table.end_block >= end // BLOCK_SIZE
+        if end % BLOCK_SIZE and self.groups[index].holds is not Holds.FULL:
+            assert table.has_slot(end // BLOCK_SIZE)
 
     def held_by(self, node: Node, index: int) -> Places:
         """What a file of the node, or its snapshot, has to hold."""
@@ -140,5 +159,5 @@ class TracedCache(RuleBasedStateMachine):
 
     def is_exhausted(self, index: int) -> bool:
         """Whether group `index` has no slot to give: each one is read."""
-        read = {block_id for running in self.running for block_id in running.sequence.tables[index].block_ids}
+        read = {block_id for running in self.running for block_id in running.sequence.tables[index].slots}
         return len(read) == self.cache.slots.pools[index].capacity
