@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, KVOrigin
-from agentcache.blocks.pool import BlockPool, Holds
+from agentcache.blocks.pool import BlockPool, Group, Holds
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import MIN_TAIL_TOKENS
 
@@ -44,7 +44,7 @@ def groups_of(groups: Groups, num_tokens: int) -> list[int]:
     return [index for index, group in enumerate(groups) if group.holds != other]
 
 
-def last_layers(groups: Groups) -> int:
+def last_layers(groups: Sequence[Group]) -> int:
     """First group of the last layers."""
     return len(groups) - (2 if groups and groups[-1].holds is Holds.OPEN else 1)
 

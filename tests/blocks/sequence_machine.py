@@ -213,16 +213,20 @@ class SequenceMachine(TracedCache):
 
     def compute(self, sequence: BlockTables, tokens: list[int]) -> None:
         start = sequence.num_tokens
-        for index, table in enumerate(sequence.tables):
-            places = self.places(sequence, index, tokens)
+        for index in self.computed_groups(sequence):
+            table, places = sequence.tables[index], self.places(sequence, index, tokens)
             if self.groups[index].holds is not Holds.ALL:
                 continue
             for position in range(start, len(places)):
                 slot = self.arena.slot(index, table.block_id(position // BLOCK_SIZE))
                 slot[position % BLOCK_SIZE] = places[position]
-        for index, group in enumerate(self.groups):
-            if group.holds is Holds.OPEN and tokens:
+        for index in self.computed_groups(sequence):
+            if self.groups[index].holds is Holds.OPEN and tokens:
                 self.compute_open(sequence, index, self.places(sequence, index, tokens))
+
+    def computed_groups(self, sequence: BlockTables) -> range:
+        """Groups of the layers that a step computes."""
+        return range(len(self.groups))
 
     def compute_open(self, sequence: BlockTables, index: int, places: Places) -> None:
         """Write into the open slots, and seal filled blocks from there; whole ones may have none."""

@@ -26,7 +26,7 @@ from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import Cached, CachedHiddenStates, match_hidden_states
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_machine import CacheMachine
-from tests.blocks.cache_model import FakeGroup, Places
+from tests.blocks.cache_model import FakeGroup, Places, last_layers, pair
 from tests.blocks.sequence_machine import PICK
 from tests.blocks.watched_cache import Running
 from tests.examples import examples
@@ -116,9 +116,12 @@ class HiddenStateMachine(CacheMachine):
             self.fill(use.filler.pieces(start, self.base_end(sequence, start + len(tokens))), base)
             return
         assert self.read(use.reader.pieces(start, start + len(tokens))) == base
-        kept = {(0, slot): list(self.arena.slot(0, slot)) for slot in sequence.tables[0].block_ids}
         super().compute(sequence, tokens)
-        self.arena.slots.update(kept)  # the lower layers are not computed
+
+    def computed_groups(self, sequence: BlockTables) -> range:
+        """Without the lower layers, if it reads hidden states."""
+        reader = self.uses[sequence].reader
+        return range(0 if reader is None else last_layers(self.groups), len(self.groups))
 
     def base_end(self, sequence: BlockTables, end: int) -> int:
         everywhere = sequence.producer is not None and len(sequence.producer.groups) == len(self.groups)
@@ -141,7 +144,8 @@ class HiddenStateMachine(CacheMachine):
 
     def next_computed(self, running: Running, index: int) -> int:
         reader = self.uses[running.sequence].reader
-        return reader.end if reader is not None and index == 0 else running.sequence.num_tokens
+        is_passed_by = reader is not None and index < last_layers(self.groups)
+        return reader.end if reader is not None and is_passed_by else running.sequence.num_tokens
 
     # -- what happens to the trunk ------------------------------------------------------------------------------------
 
@@ -178,9 +182,17 @@ class WindowedTrunkMachine(HiddenStateMachine):
     spare_bytes = 16
 
 
+class PairedTrunkMachine(HiddenStateMachine):
+    """Full and open blocks apart, on both sides of the cut."""
+
+    groups = (*pair("full.0"), *pair("full.1"))
+    spare_bytes = 16
+
+
 TestTrunk = HiddenStateMachine.TestCase
 TestWindowedTrunk = WindowedTrunkMachine.TestCase
-TestTrunk.settings = TestWindowedTrunk.settings = settings(
+TestPairedTrunk = PairedTrunkMachine.TestCase
+TestTrunk.settings = TestWindowedTrunk.settings = TestPairedTrunk.settings = settings(
     max_examples=examples(60), stateful_step_count=40, deadline=None
 )
 

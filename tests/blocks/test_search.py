@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -12,15 +13,16 @@ from hypothesis import strategies as st
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Group
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.search import longest_common, match_hidden_states, match_residual_kv
 from agentcache.errors import BrokenInvariant
-from tests.blocks.cache_model import FakeGroup, Groups, Reference
+from tests.blocks.cache_model import FakeGroup, Groups, Reference, groups_of, last_layers, pair
 from tests.blocks.sequence_machine import Adapter
 from tests.examples import examples
 
 FULL, OTHER, SLIDING = FakeGroup("full", None, 100), FakeGroup("other", None, 100), FakeGroup("sliding", 300, 70)
-STATE = FakeGroup("state", None, 10)
+PAIR, STATE = pair("full"), FakeGroup("state", None, 10)
 BASE, RESIDUAL = "base root", "residual root"
 CUT = 3
 SEEDS = st.integers(0, 2**32)
@@ -40,10 +42,10 @@ class Texts:
         self._known.append([*kept, *(token for piece in pieces for token in piece)][: 6 * BLOCK_SIZE])
         return self._known[-1]
 
-    def producer(self, num_groups: int, *, has_state: bool) -> KVOrigin | None:
+    def producer(self, groups: Sequence[Group], *, has_state: bool) -> KVOrigin | None:
         adapter = self.rng.choice([None, Adapter("a", False), Adapter("b", False), Adapter("c", True)])
         start = self.rng.choice([0, 5, 60, 255, 256, 300, 511, 700])
-        return None if adapter is None else adapter.producer(start, num_groups, has_state)
+        return None if adapter is None else adapter.producer(start, len(groups), has_state, last_layers(groups))
 
 
 def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = False) -> None:
@@ -52,7 +54,7 @@ def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = Fa
     for _ in range(4):
         tokens = texts.next()
         has_state = cache.snapshots is not None
-        producer = texts.producer(len(cache.groups), has_state=has_state) if has_adapters else None
+        producer = texts.producer(cache.groups, has_state=has_state) if has_adapters else None
         sequence = cache.open(root, cache.match_prefix(root, tokens, len(tokens) - 1, producer))
         for load in sequence.loads:
             cache.loaded(sequence, load)
@@ -65,7 +67,8 @@ def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = Fa
             cache.leave_window(sequence, end if keeps_windows else None)
             if has_state and rng.random() < 0.5:
                 cache.checkpoints.keep(sequence, end)
-        cache.close(sequence, len(tokens) - rng.choice([0, 0, 1, 300]) if len(tokens) > 300 else None)
+        keep = len(tokens) - rng.choice([0, 0, 1, 300]) if len(tokens) > 300 else len(tokens)
+        cache.close(sequence, cache.keepable(sequence, min(keep, sequence.num_tokens)))
         disturb(cache, rng)
     cache.check_integrity()
 
@@ -124,7 +127,10 @@ def test_a_finder_that_answers_with_more_is_an_error_and_no_endless_search() -> 
         longest_common(9, lambda n: n + 1, lambda n: n - 1)
 
 
-@given(SEEDS, st.sampled_from([(FULL,), (FULL, SLIDING), (SLIDING, FULL), (SLIDING,), ()]), st.booleans())
+PAIRS = [(*PAIR, FULL), PAIR, (*pair("window", 300), *PAIR), (FULL, *pair("window", 300))]
+
+
+@given(SEEDS, st.sampled_from([(FULL,), (FULL, SLIDING), (SLIDING, FULL), (SLIDING,), (), *PAIRS]), st.booleans())
 @settings(max_examples=examples(300), deadline=None)
 def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
     texts, has_state = Texts(random.Random(seed)), has_state or not groups
@@ -132,7 +138,7 @@ def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
     fill(cache, BASE, texts, has_adapters=True)
     rules, of_kv = reference(cache, groups, has_state=has_state), reference(cache, groups, least=1)
     for _ in range(4):
-        tokens, producer = texts.next(), texts.producer(len(groups), has_state=has_state)
+        tokens, producer = texts.next(), texts.producer(groups, has_state=has_state)
         limit = choose_limit(tokens, texts.rng)
         finder = cache.finder(BASE, tokens, producer)
         cached = finder.match(limit)
@@ -147,15 +153,19 @@ def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
         assert answers == [finder.longest(n) for n in answers]
 
 
-@given(SEEDS, st.sampled_from([(FULL, FULL), (FULL, SLIDING), (SLIDING, SLIDING)]))
+KINDS = [((FULL, FULL), FULL), ((FULL, FULL), SLIDING), ((FULL, SLIDING), SLIDING)]
+PAIRED = [(PAIR, FULL), ((*PAIR, SLIDING), SLIDING), (pair("window", 300), SLIDING)]
+
+
+@given(SEEDS, st.sampled_from([*KINDS, *PAIRED]))
 @settings(max_examples=examples(300), deadline=None)
-def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) -> None:
+def test_the_longest_residuals(seed: int, kinds: tuple[Groups, FakeGroup]) -> None:
     """As many of the adapter's tokens as base can be read from on; then as many of base's."""
     texts = Texts(random.Random(seed))
-    base, residuals = prefix_cache(FULL, kinds[0]), prefix_cache(kinds[1], name="residual.x")
+    base, residuals = prefix_cache(*kinds[0]), prefix_cache(kinds[1], name="residual.x")
     fill(base, BASE, texts)
     fill(residuals, RESIDUAL, texts)
-    below, above = reference(base, (FULL, kinds[0])), reference(residuals, (kinds[1],))
+    below, above = reference(base, kinds[0]), reference(residuals, (kinds[1],))
     for _ in range(4):
         whole = texts.next()
         tokens = whole[: choose_limit(whole, texts.rng)]
@@ -173,7 +183,7 @@ def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) ->
         assert {path.read_from for path in cached.paths} == {cached.own.num_tokens}
 
 
-@given(SEEDS, st.sampled_from([(FULL, OTHER), (SLIDING, FULL), (SLIDING, FULL, OTHER)]), st.booleans())
+@given(SEEDS, st.sampled_from([(FULL, OTHER), (SLIDING, FULL), (SLIDING, FULL, OTHER), *PAIRS[2:]]), st.booleans())
 @settings(max_examples=examples(300), deadline=None)
 def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> None:
     """Whole blocks after the prefix that base's path can continue from."""
@@ -183,7 +193,7 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
     hidden_states = hide(cache, texts.rng)
     rules = reference(cache, groups)
     for _ in range(4):
-        tokens, producer = texts.next(), texts.producer(len(groups), has_state=False)
+        tokens, producer = texts.next(), texts.producer(groups, has_state=False)
         finder = cache.finder(BASE, tokens, producer)
         limit = len(tokens) - 1
         prefix = finder.match(texts.rng.choice([0, limit]))
@@ -191,6 +201,7 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
             continue
         cached = match_hidden_states(prefix, finder, limit, hidden_states, CUT, durable=durable)
         first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.paths[0].groups)
+        of_full = below.intersection(groups_of(groups, BLOCK_SIZE))
         most = max(
             (
                 len(path)
@@ -198,7 +209,7 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
                 for path in rules.paths(BASE, tokens[: count * BLOCK_SIZE], None)
                 if rules.has(path, below, count * BLOCK_SIZE)
                 and all(hidden_states.match([HiddenStateKey(node.chain, CUT)]) for node in path[first:])
-                and (not durable or all(node.all_available(below) for node in path[first:]))
+                and (not durable or all(node.all_available(of_full) for node in path[first:]))
             ),
             default=first,
         )

@@ -104,16 +104,16 @@ class TracedCache(RuleBasedStateMachine):
             for index, table in enumerate(sequence.tables):
                 places = self.places(sequence, index)
                 assert table.first_block <= self.groups[index].first_block_needed(self.next_computed(running, index))
-                self.check_coverage(sequence, index)
+                self.check_coverage(sequence, index, max(sequence.num_tokens, self.next_computed(running, index)))
                 for position, block_id in enumerate(table.block_ids, start=table.first_block):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
                     is_sealed = len(expected) == BLOCK_SIZE or self.groups[index].holds is not Holds.FULL
                     if block_id >= 0 and is_sealed and (index, block_id) not in absent:
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
 
-    def check_coverage(self, sequence: BlockTables, index: int) -> None:
-        """The table has a slot for each block that is read, and no other one before the sequence's end."""
-        table, end = sequence.tables[index], sequence.num_tokens
+    def check_coverage(self, sequence: BlockTables, index: int, end: int) -> None:
+        """The table has a slot for each block that is read, and no other one before `end`."""
+        table = sequence.tables[index]
         kept = range(table.first_block, end // BLOCK_SIZE)  # whole blocks
         if self.groups[index].holds is Holds.OPEN:
             assert not any(map(table.has_slot, kept))
