@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from agentcache.api.model import CacheGroupInfo, GroupKind
-from agentcache.blocks.allocator import window_blocks
+from agentcache.blocks.allocator import OPEN_BLOCKS, window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import Holds
 from agentcache.kv.spec import GroupSpec
 
 
@@ -15,6 +16,8 @@ def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
     blocks = -(-num_tokens // BLOCK_SIZE)
     if group.kind is GroupKind.STATE:
         return group.bytes_per_block
+    if group.kind is GroupKind.OPEN:
+        return group.bytes_per_block * min(blocks, OPEN_BLOCKS)
     return group.bytes_per_block * (blocks if group.window is None else min(blocks, window_blocks(group.window)))
 
 
@@ -31,7 +34,7 @@ def describe_group(group: GroupSpec) -> CacheGroupInfo:
     return CacheGroupInfo(
         name=group.name,
         kind=_kind_of(group),
-        window=group.window,
+        window=None if group.holds is Holds.OPEN else group.window,
         layers=len(group.layers),
         bytes_per_token=group.bytes_per_token,
         bytes_per_snapshot=group.bytes_of(0),
@@ -43,6 +46,8 @@ def describe_group(group: GroupSpec) -> CacheGroupInfo:
 def _kind_of(group: GroupSpec) -> GroupKind:
     if not group.bytes_per_token:
         return GroupKind.STATE
+    if group.holds is Holds.OPEN:
+        return GroupKind.OPEN
     if group.window is not None:
         return GroupKind.WINDOW
     is_latent = bool(group.layers) and not any(layer.value_dim for layer in group.layers)

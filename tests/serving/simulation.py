@@ -17,7 +17,7 @@ from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_states import HiddenStateCache
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.pool import Copy, Holds
+from agentcache.blocks.pool import Copy, Group, Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import Transcript
@@ -285,6 +285,8 @@ class Simulation:
         check_integrity: of the cache, after every step.
         num_states: room for so many recurrent states; 0 for a model without recurrent layers.
         starts_alone: whether the start of a step takes the step's time, as on a CPU.
+        groups: of the cache.
+        device: another kind of device.
 
     Attributes:
         now: seconds.
@@ -304,17 +306,19 @@ class Simulation:
         num_states: int = 0,
         starts_alone: bool = False,
         hand_over: Callable[[], None] = lambda: None,
+        groups: Sequence[Group] = (FullGroup(),),
+        device: type[FormulaDevice] = FormulaDevice,
     ) -> None:
         self.costs = costs or Costs()
         state = FullGroup("recurrent") if num_states else None
         self.cache = PrefixCache(
-            [FullGroup()], Ledger(num_blocks + num_states), state=state, state_budget=num_states, snapshot_tokens=512
+            groups, Ledger(num_blocks + num_states), state=state, state_budget=num_states, snapshot_tokens=512
         )
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
         usual = TokenBudget(
             max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0
         )
-        parts = _parts(FormulaDevice(self), self.cache, max_running, token_budget or usual)
+        parts = _parts(device(self), self.cache, max_running, token_budget or usual)
         self.engine = Engine(replace(parts, hand_over=hand_over))
         self.now = 0.0
         self.clients: dict[RunningRequest, Client] = {}
