@@ -54,6 +54,7 @@ class Desk:
 
     Args:
         adapters: names of the residual caches that are open.
+        spec: of base's cache.
 
     Attributes:
         is_idle: whether the device computes nothing.
@@ -70,11 +71,12 @@ class Desk:
         *,
         disk_budget: int = BUDGET,
         fault: Fault = no_fault,
+        spec: CacheSpec = SPEC,
     ) -> None:
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.store = Store(
             folder,
-            SPEC,
+            spec,
             MODEL,
             disk_budget=disk_budget,
             fault=fault,
@@ -83,8 +85,8 @@ class Desk:
         self.pins = Pins()
         self.agents = AgentTable(MODEL, pins=self.pins)
         self._ledger = Ledger(1 << 30)
-        base = self._cache(BASE_CACHE, SPEC)
-        self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
+        base = self._cache(BASE_CACHE, spec)
+        self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, spec.digest, salt))
         load_agents(self.store, self.caches, self.agents, 8)
         arenas: Any = base.arenas  # asked about recurrent state only
         self.persistence = Persistence(
