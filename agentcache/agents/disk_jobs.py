@@ -195,7 +195,7 @@ def _is_outgrown(prefix: PrefixCache, tail: Node, group: int) -> bool:
         return True
     longer = parent.nearest(
         tail.packed,
-        lambda node: node is not tail and prefix.tail_group(node, group) in node.block_ids,
+        lambda node: node is not tail and prefix.open_blocks.source_group(node, group) in node.block_ids,
         least=tail.num_tokens,
         producer=tail.producer,
     )

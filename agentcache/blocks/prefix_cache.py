@@ -14,12 +14,13 @@ from agentcache.blocks.allocator import BlockAllocator, EvictionOrder
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock, check_sequences
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import UNBOUNDED, Ledger
+from agentcache.blocks.open_blocks import OpenBlocks
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
-from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Holds, Slots, are_paired, full_partner, holds_of
+from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Slots, are_paired, holds_of
 from agentcache.blocks.radix_tree import Node, RadixTree, pack, unpack
 from agentcache.blocks.search import Cached, CheckpointFinder, PrefixFinder
 from agentcache.blocks.sharing import Publisher, append_nodes, attach_prefix, nodes_ahead
-from agentcache.blocks.snapshots import DEFAULT_INTERVAL, Snapshots, whole_blocks
+from agentcache.blocks.snapshots import DEFAULT_INTERVAL, Snapshots
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 
@@ -47,6 +48,7 @@ class PrefixCache:
         self._sequences: set[BlockTables] = set()
         eviction = EvictionOrder(self.slots, self.tree)
         self.allocator = BlockAllocator(self.slots, eviction, ledger, self._sequences, headroom, name)
+        self.open_blocks = OpenBlocks(self.allocator)
         self.snapshots = (
             None
             if state is None
@@ -56,7 +58,6 @@ class PrefixCache:
         self._publisher = Publisher(self.tree, self.slots)
         self.checkpoints = Checkpoints(self.tree, self.slots, self._publisher, self.snapshots)
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
-        self._has_open = any(group.holds is Holds.OPEN for group in self.groups)
 
     def match_prefix(
         self,
@@ -74,10 +75,6 @@ class PrefixCache:
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
         return all(path.is_in_ram(index, self.groups[index]) for path in prefix.paths for index in path.groups)
-
-    def tail_group(self, node: Node, index: int) -> int:
-        """Group that has the node's data if `index` needs a part of the block."""
-        return full_partner(index) if node.is_full and self.groups[index].holds is Holds.OPEN else index
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
         """Return block tables filled with `prefix`. Raises OutOfBlocks."""
@@ -136,21 +133,11 @@ class PrefixCache:
         """
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index, table in enumerate(sequence.tables):
-            if self.groups[index].holds is Holds.OPEN:
-                self._reserve_open(index, table, sequence.num_tokens, end)
+            if index in self.open_blocks:
+                self.open_blocks.reserve(index, table, sequence.num_tokens, end)
             else:
                 while table.end_block < end:
                     table.block_ids.append(self.allocator.allocate(index))
-
-    def _reserve_open(self, index: int, table: BlockTable, num_tokens: int, end: int) -> None:
-        """Allocate slots for the open block and block `end` - 1; steps seal blocks between them as they fill them."""
-        for block_id in table.drop_after(end):  # of a larger step that was not computed
-            self.slots.pools[index].release(block_id)
-        while table.end_block < end:
-            is_between = num_tokens <= table.end_block * BLOCK_SIZE and table.end_block < end - 1
-            table.block_ids.append(-1 if is_between else self.allocator.allocate(index))
-        if table.has(end - 1) and not table.has_slot(end - 1):
-            table.replace(end - 1, self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
@@ -176,28 +163,9 @@ class PrefixCache:
 
     def share_tail(self, sequence: BlockTables, end: int) -> None:
         """Publish an unfinished block up to token `end`; other requests continue in copies."""
-        if end % BLOCK_SIZE and self.keepable(sequence, end) == end:
+        if end % BLOCK_SIZE and self.open_blocks.keepable(sequence, end) == end:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
-
-    def base_tail_block(self, sequence: BlockTables) -> int | None:
-        """End of the block whose open form the base tail needs; None if there is none to publish.
-
-        A step that ends there has not dropped it yet.
-        """
-        producer = sequence.producer
-        if not self._has_open or producer is None or sequence.num_tokens > producer.start:
-            return None
-        end = whole_blocks(producer.start) + BLOCK_SIZE
-        return end if has_base_tail(producer, end) else None
-
-    def keepable(self, sequence: BlockTables, num_tokens: int) -> int:
-        """Tokens that `close` can keep of the first `num_tokens`: without a part of a block whose open form is gone.
-
-        In RAM that part can be reopened from the full block.
-        """
-        is_sealed = self._has_open and num_tokens // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
-        return whole_blocks(num_tokens) if is_sealed else num_tokens
 
     def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
         """Drop slots that no later token reads, and unlist those that no request reads.
@@ -210,12 +178,10 @@ class PrefixCache:
 
     def _leave_window(self, sequence: BlockTables, path: OriginPath, index: int, read_from: int | None) -> None:
         num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
-        table, group = sequence.tables[index], self.groups[index]
-        start, needed = table.first_block, group.first_block_needed(num_tokens)
-        if group.holds is Holds.OPEN:
-            for block_id in table.vacate_before(sequence.num_tokens // BLOCK_SIZE):  # sealed
-                self.slots.pools[index].release(block_id)
-            table.drop_before(needed)
+        table = sequence.tables[index]
+        start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
+        if index in self.open_blocks:
+            self.open_blocks.leave(index, table, sequence.num_tokens, needed)
             return
         for node, block_id in zip(path.nodes[start:], table.drop_before(needed), strict=False):
             self.slots.pools[index].release(block_id)
@@ -225,9 +191,12 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: BlockTables, keep: int | None = None) -> list[PathBlock]:
-        """End a request, keep its first `keep` tokens, all `keepable`; return its blocks, ordered as `spans`."""
+        """End a request, keep its first `keep` tokens; return its blocks, ordered as `spans`.
+
+        `keep`: an answer of `OpenBlocks.keepable`.
+        """
         keep = sequence.num_tokens if keep is None else keep
-        if keep != self.keepable(sequence, keep):
+        if keep != self.open_blocks.keepable(sequence, keep):
             raise BrokenInvariant(f"{keep} tokens end in a sealed block")
         blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):

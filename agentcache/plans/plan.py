@@ -238,13 +238,13 @@ class RequestPlan(ABC):
             cache.prefix.share_tail(tables, num_tokens)
 
     def close(self, num_tokens: int, early: Mapping[str, Sequence[PathBlock]]) -> list[CacheTurn]:
-        """Keep the first tokens' blocks, as far as `keepable`, and close. Return what to save, base's cache first.
+        """Keep the first tokens' blocks, as far as keepable, and close. Return what to save, base's cache first.
 
         `early`: blocks saved before, by cache.
         """
         turns = []
         for cache, tables in self.tables:
-            keep = cache.prefix.keepable(tables, min(tables.num_tokens, num_tokens))
+            keep = cache.prefix.open_blocks.keepable(tables, min(tables.num_tokens, num_tokens))
             turns.append(CacheTurn(cache.name, keep, cache.prefix.close(tables, keep), early.get(cache.name, ())))
         self.abandon()
         return turns

@@ -269,7 +269,7 @@ class SequenceMachine(TracedCache):
     def finish(self, running: Running, back: int, save: bool) -> None:
         sequence = running.sequence
         wanted = max(0, sequence.num_tokens - back)
-        keep = self.cache.keepable(sequence, wanted)
+        keep = self.cache.open_blocks.keepable(sequence, wanted)
         holds = holds_of(self.groups)
         is_sealed = wanted // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
         assert keep == (wanted - wanted % BLOCK_SIZE if holds and is_sealed else wanted)

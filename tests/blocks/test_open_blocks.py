@@ -1,9 +1,20 @@
-"""Groups of full and of open blocks: random use, beside a model of what slots and files hold."""
+"""Groups of full and of open blocks: random use, beside a model of what slots and files hold, and each case alone."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
+from agentcache.blocks.allocator import OPEN_BLOCKS, blocks_of, min_blocks, windows_bytes
+from agentcache.blocks.block_tables import BlockTables, PathBlock
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
+from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.origin_paths import spans
+from agentcache.blocks.pool import BlockTable, Copy, Holds, are_paired, holds_of
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.search import match_residual_kv
+from agentcache.errors import BrokenInvariant
+from agentcache.plans.room import Growth, slots_needed
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, pair
 from tests.examples import examples
@@ -52,5 +63,297 @@ TestWindowBelow = WindowBelowMachine.TestCase
 TestScarce = ScarceMachine.TestCase
 TestHybridPair = HybridPairMachine.TestCase
 SETTINGS = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
-for each in (TestPair, TestBesideOthers, TestWindowPairs, TestWindowBelow, TestScarce, TestHybridPair):
-    each.settings = SETTINGS
+TestPair.settings = TestBesideOthers.settings = TestWindowPairs.settings = SETTINGS
+TestWindowBelow.settings = TestScarce.settings = TestHybridPair.settings = SETTINGS
+
+
+# -- each case alone --------------------------------------------------------------------------------------------------
+
+ROOT, SEALED, OPEN = "root", 0, 1
+IDS = list(range(1000))
+
+
+def make_cache(*groups: FakeGroup, budget: int = 1000) -> PrefixCache:
+    return PrefixCache(groups or pair("full"), Ledger(budget))
+
+
+def start(cache: PrefixCache, ids: list[int], producer: KVOrigin | None = None) -> BlockTables:
+    return cache.open(ROOT, cache.match_prefix(ROOT, ids, len(ids), producer))
+
+
+def grow(cache: PrefixCache, sequence: BlockTables, ids: list[int]) -> list[PathBlock]:
+    """Compute the rest of `ids` at once."""
+    missing = ids[sequence.num_tokens :]
+    cache.reserve(sequence, len(missing))
+    published = cache.advance(sequence, missing)
+    cache.leave_window(sequence)
+    cache.check_integrity()
+    return published
+
+
+def run(cache: PrefixCache, ids: list[int], producer: KVOrigin | None = None) -> list[PathBlock]:
+    sequence = start(cache, ids, producer)
+    grow(cache, sequence, ids)
+    return cache.close(sequence)
+
+
+def shape(table: BlockTable) -> tuple[int, list[bool]]:
+    """The first block, and which blocks have a slot."""
+    return table.first_block, [block_id >= 0 for block_id in table.block_ids]
+
+
+def test_a_chunk_has_open_slots_at_its_ends_only() -> None:
+    cache = make_cache()
+    sequence = start(cache, [])
+    cache.reserve(sequence, 1000)
+    assert shape(sequence.tables[SEALED]) == (0, [True] * 4), "also of the open block"
+    assert shape(sequence.tables[OPEN]) == (0, [False, False, False, True]), "the others are sealed at once"
+    cache.advance(sequence, IDS)
+    cache.leave_window(sequence)
+    assert shape(sequence.tables[OPEN]) == (3, [True])
+    cache.reserve(sequence, 600)
+    assert shape(sequence.tables[OPEN]) == (3, [True, False, False, True])
+    assert len(sequence.tables[OPEN].slots) == OPEN_BLOCKS
+    cache.abandon(sequence)
+    cache.check_integrity()
+    assert cache.count_blocks().live == 0
+
+
+def test_a_smaller_step_returns_slots_of_a_larger_one() -> None:
+    cache = make_cache()
+    sequence = start(cache, [])
+    cache.reserve(sequence, 1000)
+    cache.reserve(sequence, 300)
+    assert shape(sequence.tables[OPEN]) == (0, [False, True])
+    cache.reserve(sequence, 300)
+    assert shape(sequence.tables[OPEN]) == (0, [False, True])
+    cache.check_integrity()
+    assert cache.count_blocks().live == 4 + 1
+
+
+def test_a_step_behind_one_under_way_finds_its_open_block() -> None:
+    cache = make_cache()
+    sequence = start(cache, [])
+    cache.reserve(sequence, 300)
+    cache.reserve(sequence, 300 + 500)  # 300 under way
+    assert shape(sequence.tables[OPEN]) == (0, [False, True, False, True])
+
+
+def test_full_blocks_and_tails_are_found_in_their_groups() -> None:
+    cache = make_cache()
+    *full, tail = run(cache, IDS[:600])
+    assert [set(block.node.block_ids) for block in (*full, tail)] == [{SEALED}, {SEALED}, {OPEN}]
+    assert [block.groups for block in (*full, tail)] == [(SEALED,), (SEALED,), (OPEN,)]
+    sequence = start(cache, IDS[:600])
+    assert shape(sequence.tables[SEALED]) == (0, [True, True]), "nothing for the tail"
+    assert (sequence.tables[OPEN].first_block, sequence.tables[OPEN].block_ids) == (2, [tail.node.block_ids[OPEN]])
+    assert not sequence.copies and not sequence.loads, "it is continued in place"
+    assert cache.slots.evict(tail.node) is False
+    cache.abandon(sequence)
+    assert cache.slots.evict(tail.node)
+    assert cache.match_prefix(ROOT, IDS[:600], 600).num_tokens == 512
+
+
+def test_part_of_a_full_block_is_reopened() -> None:
+    cache = make_cache()
+    blocks = run(cache, IDS[:600])
+    sequence = start(cache, IDS[:400])
+    source, [target] = blocks[1].node.block_ids[SEALED], sequence.tables[OPEN].block_ids
+    assert sequence.copies == [Copy(OPEN, source, target, reopens=True)]
+    assert shape(sequence.tables[SEALED]) == (0, [True]) and sequence.tables[OPEN].first_block == 1
+    cache.reserve(sequence, 200)
+    assert sequence.tables[SEALED].block_id(1) != source, "its own is sealed there"
+    assert OPEN not in blocks[1].node.block_ids
+    assert start(cache, [*IDS[:256], *IDS[256:271], 5]).num_tokens == 256, "too few tokens are not"
+    cache.check_integrity()
+
+
+def test_part_of_a_full_block_is_reopened_from_its_file() -> None:
+    cache = make_cache()
+    for block in run(cache, IDS[:600]):
+        for index in tuple(block.node.block_ids):
+            cache.mark_stored(block.node, index)
+    while any(cache.slots.evict(node) for node in list(cache.tree.residents)):
+        continue
+    prefix = cache.match_prefix(ROOT, IDS[:400], 400)
+    assert not cache.in_ram(prefix)
+    sequence = cache.open(ROOT, prefix)
+    [first, second] = sequence.loads
+    assert (first.source_group, first.group, first.num_tokens) == (SEALED, SEALED, 256)
+    assert (second.source_group, second.group, second.num_tokens, second.reopens) == (SEALED, OPEN, 144, True)
+    for load in (first, second):
+        cache.loaded(sequence, load)
+    assert [set(load.node.block_ids) for load in (first, second)] == [{SEALED}, set()], "a part is listed nowhere"
+    cache.check_integrity()
+
+
+def test_a_tail_serves_before_a_full_block_that_would_be_reopened() -> None:
+    cache = make_cache()
+    tail = run(cache, IDS[:300])[-1].node
+    full = run(cache, IDS[:512])[-1].node
+    assert full.is_full and not tail.is_full
+    path = cache.match_prefix(ROOT, IDS[:300], 300).paths[0]
+    assert path.tail is tail and not path.reopens(OPEN)
+    cache.slots.evict(tail)
+    path = cache.match_prefix(ROOT, IDS[:300], 300).paths[0]
+    assert path.tail is full and path.reopens(OPEN)
+
+
+def test_an_open_slot_is_written_behind_its_tail_though_the_block_was_sealed() -> None:
+    """Other groups must copy: there the full block is in the same slot."""
+    cache = make_cache(FakeGroup("full.0", None, 1), *pair("full.1"))
+    tail = run(cache, IDS[:300])[-1].node
+    run(cache, IDS[:512])
+    sequence = start(cache, [*IDS[:300], 5])
+    assert [copy.group for copy in sequence.copies] == [0]
+    assert sequence.tables[2].block_ids == [tail.block_ids[2]]
+    other = start(cache, [*IDS[:300], 6])
+    assert [copy.group for copy in other.copies] == [0, 2], "while it is read, in no group"
+    assert not any(copy.reopens for copy in other.copies)
+
+
+def test_what_ends_in_a_sealed_block_is_not_kept() -> None:
+    cache = make_cache()
+    sequence = start(cache, IDS[:520])
+    grow(cache, sequence, IDS[:520])
+    keepable = [cache.open_blocks.keepable(sequence, count) for count in (520, 513, 512, 511, 300, 256, 0)]
+    assert keepable == [520, 513, 512, 256, 256, 256, 0]
+    with pytest.raises(BrokenInvariant, match="sealed"):
+        cache.close(sequence, 511)
+    assert [block.node.end for block in cache.close(sequence, 256)] == [256]
+    assert cache.match_prefix(ROOT, IDS[:511], 511).num_tokens == 511, "the full block is there"
+    alike = make_cache(FakeGroup("full", None, 1))
+    whole = start(alike, IDS[:520])
+    grow(alike, whole, IDS[:520])
+    assert alike.open_blocks.keepable(whole, 511) == 511
+
+
+def test_a_tail_is_shared_while_its_block_is_open() -> None:
+    cache = make_cache()
+    sequence = start(cache, IDS[:300])
+    grow(cache, sequence, IDS[:300])
+    cache.share_tail(sequence, 299)
+    tail = next(node for node in cache.tree.walk() if not node.is_full)
+    assert tail.block_ids == {OPEN: sequence.tables[OPEN].block_ids[0]}
+    grow(cache, sequence, IDS[:512])
+    cache.share_tail(sequence, 511)
+    assert [node.end for node in cache.tree.walk() if not node.is_full] == [299], "nothing of the sealed block"
+    other = start(cache, IDS[:511])
+    assert other.num_tokens == 511 and [copy.reopens for copy in other.copies] == [True]
+
+
+@pytest.mark.parametrize("chunks", [[300, 301, 600], [512, 600]])
+def test_base_tail_is_published_from_the_open_block(chunks: list[int]) -> None:
+    cache, origin = make_cache(), KVOrigin("a", 300, frozenset({SEALED, OPEN}))
+    sequence = start(cache, [], origin)
+    assert cache.open_blocks.base_tail_block(sequence) == 512
+    published = [block for end in chunks for block in grow(cache, sequence, IDS[:end])]
+    [tail] = [block for block in published if not block.node.is_full]
+    assert (tail.node.end, tail.groups, set(tail.node.block_ids)) == (300, (OPEN,), {OPEN})
+    assert cache.open_blocks.base_tail_block(sequence) is None
+    blocks = cache.close(sequence)
+    assert [block.groups for block in blocks] == [(SEALED,), (SEALED,), (OPEN,), (OPEN,)]
+    layout = spans(600, origin, 2, holds=cache.holds)
+    assert [block.groups for block in blocks] == [span.groups for span in layout]
+    assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 300
+
+
+def test_base_tail_of_a_block_sealed_in_one_chunk_is_not_there() -> None:
+    """The finder has base's blocks before it; nothing else is wrong."""
+    cache, origin = make_cache(), KVOrigin("a", 300, frozenset({SEALED, OPEN}))
+    sequence = start(cache, [], origin)
+    [*_, tail] = grow(cache, sequence, IDS[:600])
+    assert not tail.node.is_full and not tail.node.block_ids
+    assert len(cache.close(sequence)) == len(spans(600, origin, 2))
+    cache.check_integrity()
+    assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 256
+    assert cache.match_prefix(ROOT, IDS, 1000, origin).num_tokens == 600
+
+
+@pytest.mark.parametrize("origin", [None, KVOrigin("a", 0, frozenset({0, 1})), KVOrigin("a", 512, frozenset({0, 1}))])
+def test_without_a_base_tail_no_chunk_is_cut(origin: KVOrigin | None) -> None:
+    cache = make_cache()
+    assert cache.open_blocks.base_tail_block(start(cache, [], origin)) is None
+
+
+def test_a_published_block_is_appended_without_an_open_slot() -> None:
+    cache = make_cache()
+    first, second = start(cache, []), start(cache, [])
+    cache.reserve(second, 300)
+    grow(cache, first, IDS[:600])
+    cache.catch_up(second, IDS, 1000)
+    cache.leave_window(second)
+    assert second.num_tokens == 512
+    assert second.tables[SEALED].block_ids == first.tables[SEALED].block_ids[:2]
+    assert shape(second.tables[OPEN]) == (2, [])
+    grow(cache, second, IDS[:700])
+    for sequence in (first, second):
+        cache.close(sequence)
+    cache.check_integrity()
+    assert cache.count_blocks().live == 0
+
+
+def test_base_ahead_of_residuals_has_open_slots_for_its_open_block_only() -> None:
+    base, residuals = make_cache(), PrefixCache((FakeGroup("full", None, 1),), Ledger(100), name="residual.x")
+    run(base, IDS[:700])
+    run(residuals, IDS[:300])
+    prefix = match_residual_kv(base.finder(ROOT, IDS), residuals.finder(ROOT, IDS), 1000)
+    assert (prefix.num_tokens, prefix.own.num_tokens) == (700, 300)
+    sequence = base.open(ROOT, prefix)
+    assert shape(sequence.tables[SEALED]) == (0, [True, True])
+    assert shape(sequence.tables[OPEN]) == (1, [False, True]), "from where the adapter begins"
+    base.reserve(sequence, 300)
+    base.advance(sequence, IDS[700:])
+    base.leave_window(sequence, 600)
+    assert shape(sequence.tables[OPEN]) == (2, [False, True])
+    base.check_integrity()
+    base.close(sequence)
+    base.check_integrity()
+
+
+def test_open_blocks_have_an_account_of_their_own_and_a_bounded_need() -> None:
+    groups = (FakeGroup("full.0", None, 3), *pair("full.1", None, 5, 7), *pair("window300.0", 300, 11, 13))
+    cache = make_cache(*groups, budget=10_000)
+    assert [account.kind for account in cache.ledger.accounts] == ["base.full", "base.open", "base.window300"]
+    assert [min_blocks(group) for group in groups] == [4, 4, OPEN_BLOCKS, 4, OPEN_BLOCKS]
+    for at_once in (256, 4096):
+        windows = [windows_bytes(groups[index : index + 1], at_once) for index in (2, 3)]
+        assert windows == [OPEN_BLOCKS * 7, (2 + at_once // 256 + 1) * 11], "no more for a large chunk"
+    assert [blocks_of(group, 5000) for group in groups] == [20, 20, 2, 4, 2]
+    assert cache.allocator.max_tokens() == (10_000 - 4 * 11 - 2 * (7 + 13)) // (3 + 5) * BLOCK_SIZE
+    cache.allocator.preallocate(1000)
+    assert [pool.capacity > 0 for pool in cache.slots.pools] == [True, True, False, True, False]
+
+
+def test_room_counts_two_open_slots_a_request() -> None:
+    cache = make_cache()
+    sequence = start(cache, [])
+    grow(cache, sequence, IDS[:600])
+    cache.reserve(sequence, 300)
+    running = [Growth(sequence.tables, 5000)]
+    assert slots_needed(cache.allocator, SEALED, running) == 20
+    assert slots_needed(cache.allocator, OPEN, running) == 2
+    assert slots_needed(cache.allocator, OPEN, running, cache.match_prefix(ROOT, IDS, 1000), 5000) == 4
+    assert cache.count_blocks().live == 4 + 2
+
+
+def test_a_request_goes_on_where_only_the_floor_of_open_slots_is_left() -> None:
+    """Tails of others give way, also to a tail that is copied."""
+    groups = pair("full")
+    cache = make_cache(*groups, budget=sum(min_blocks(group) for group in groups))
+    for first in range(3):
+        run(cache, [first, *IDS[:300]])
+    sequence = start(cache, [0, *IDS[:100], 7])
+    for end in range(200, 1000, 77):
+        grow(cache, sequence, [0, *IDS[:100], 7, *IDS[: end - 102]])
+    assert sequence.num_tokens == 970
+
+
+def test_groups_come_in_pairs() -> None:
+    all_alike = (Holds.ALL, Holds.ALL)
+    assert holds_of([FakeGroup("a", None, 1)]) == ()
+    assert are_paired(()) and are_paired(all_alike) and are_paired((Holds.FULL, Holds.OPEN, Holds.ALL))
+    for wrong in [(Holds.FULL,), (Holds.OPEN,), (Holds.OPEN, Holds.FULL), (Holds.FULL, Holds.ALL, Holds.OPEN)]:
+        assert not are_paired(wrong)
+        with pytest.raises(BrokenInvariant, match="pairs"):
+            make_cache(*[FakeGroup(str(index), None, 1, holds) for index, holds in enumerate(wrong)])

@@ -68,7 +68,7 @@ def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = Fa
             if has_state and rng.random() < 0.5:
                 cache.checkpoints.keep(sequence, end)
         keep = len(tokens) - rng.choice([0, 0, 1, 300]) if len(tokens) > 300 else len(tokens)
-        cache.close(sequence, cache.keepable(sequence, min(keep, sequence.num_tokens)))
+        cache.close(sequence, cache.open_blocks.keepable(sequence, min(keep, sequence.num_tokens)))
         disturb(cache, rng)
     cache.check_integrity()
 

@@ -13,8 +13,9 @@ from agentcache.api.model import CacheGroupInfo
 from agentcache.blocks.allocator import least_bytes
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Holds
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.errors import UnsupportedModel
+from agentcache.errors import BrokenInvariant, UnsupportedModel
 from agentcache.kv.group_info import bytes_for, describe_group, tokens_within
 from agentcache.kv.packing import Quantisation, quantisation_for
 from agentcache.kv.spec import (
@@ -109,6 +110,23 @@ def test_a_group_by_name() -> None:
         spec().group("full.7")
 
 
+def test_what_groups_hold_is_part_of_the_address_if_not_all_blocks() -> None:
+    tensors = (TensorSpec("t", "F32", (2,)),)
+    plain = CacheSpec("m", 4, (GroupSpec("a", tensors), GroupSpec("b", tensors, window=1)))
+    paired = replace(
+        plain, groups=(replace(plain.groups[0], holds=Holds.FULL), replace(plain.groups[1], holds=Holds.OPEN))
+    )
+    assert (plain.holds, paired.holds) == ((), (Holds.FULL, Holds.OPEN))
+    assert paired.digest != plain.digest
+
+
+def test_an_open_group_needs_the_block_of_the_next_token() -> None:
+    group = GroupSpec("a", (TensorSpec("t", "F32", (2,)),), window=1, holds=Holds.OPEN)
+    assert [group.first_block_needed(count) for count in (0, 255, 256, 700)] == [0, 0, 1, 2]
+    with pytest.raises(BrokenInvariant, match="window"):
+        replace(group, window=None)
+
+
 def infos(groups: Sequence[GroupSpec]) -> list[CacheGroupInfo]:
     return [describe_group(group) for group in groups]
 
@@ -121,6 +139,20 @@ def test_groups_are_described_by_what_they_keep() -> None:
     assert (state.kind, state.bytes_per_token, state.bytes_per_snapshot) == ("state", 0, 512)
     full = describe_group(attention_group("full.0", [layers[0]], Quantisation(4, 32)))
     assert (full.layers, full.bytes_per_snapshot, full.bytes_per_block) == (1, 0, 256 * full.bytes_per_token)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_what_fits_is_counted_with_two_open_blocks(window: int | None) -> None:
+    layers = [LayerSpec(index, 2, 64, 64, window if index % 2 else None) for index in range(8)]
+    full = [replace(group, holds=Holds.FULL) for group in make_groups(layers, Quantisation(4, 32))]
+    opened = [replace(group, name=f"{group.name}.open", window=1, holds=Holds.OPEN) for group in full]
+    groups = [group for pair in zip(full, opened, strict=True) for group in pair]
+    assert [info.kind for info in infos(groups[:2])] == ["full", "open"]
+    assert bytes_for(infos(groups)[1], 255) == groups[1].bytes_per_block
+    assert bytes_for(infos(groups)[1], 5000) == 2 * groups[1].bytes_per_block
+    for num_bytes in (least_bytes(groups), 10**7, 10**8 + 1):
+        cache = PrefixCache(groups, Ledger(num_bytes))
+        assert tokens_within(infos(groups), num_bytes, 2**40) == cache.allocator.max_tokens()
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -140,7 +140,7 @@ class OpenDesk(Desk):
         self.pins.pin_lineage(record.name)
         sequence, _ = self.begin(ids, origin)
         early = self.compute(sequence, [*ids, *make_ids(beyond, seed=9)])
-        keep = self.base.prefix.keepable(sequence, len(ids))
+        keep = self.base.prefix.open_blocks.keepable(sequence, len(ids))
         blocks = self.base.prefix.close(sequence, keep)
         record = replace(
             record,

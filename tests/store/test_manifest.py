@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.keys import STATE_GROUP, KVOrigin, block_key
+from agentcache.blocks.pool import Holds
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.manifest import (
     Manifest,
@@ -46,9 +47,13 @@ HYBRID = replace(BASE, caches=(HYBRID_CACHE,))
 STATE_PRODUCER = save_origin(KVOrigin("aa", 300, frozenset([3])), HYBRID_CACHE.groups)
 ADAPTED_HYBRID = replace(BASE, caches=(replace(HYBRID_CACHE, producer=STATE_PRODUCER),))
 SHARED = replace(BASE, adapter="math", caches=(BASE_CACHE, RESIDUAL))
+PAIRED_CACHE = replace(BASE_CACHE, holds=(Holds.ALL, Holds.FULL, Holds.OPEN))
+PAIRED = replace(BASE, caches=(PAIRED_CACHE,))
 
 
-@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e"), SHARED, HYBRID, ADAPTED_HYBRID])
+@pytest.mark.parametrize(
+    "manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e"), SHARED, HYBRID, ADAPTED_HYBRID, PAIRED]
+)
 def test_what_is_written_is_read(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
@@ -86,6 +91,51 @@ def test_a_manifest_without_snapshots_does_not_mention_them() -> None:
 def test_snapshots_that_are_none_are_rejected(snapshot: Any) -> None:
     fields = json.loads(encode_manifest(HYBRID))
     fields["caches"][0]["snapshots"] = [snapshot]
+    with pytest.raises(BlockRejected):
+        decode_manifest(_signed(fields))
+
+
+def test_groups_of_full_and_open_blocks_name_their_own_blocks() -> None:
+    fields = json.loads(encode_manifest(PAIRED))["caches"][0]
+    assert fields["holds"] == ["all", "full", "open"]
+    assert [span.groups for span in PAIRED_CACHE.spans()] == [(0, 1), (0, 1), (0, 2)]
+    assert len(set(PAIRED_CACHE.block_keys("xyz"))) == 6
+    origin = replace(PAIRED_CACHE, producer=save_origin(ORIGIN, GROUPS))
+    assert [span.groups for span in origin.spans()] == [(0,), (0,), (0,), (1,), (1,), (2,), (0, 2)]
+
+
+def test_a_manifest_whose_groups_hold_all_blocks_does_not_say_so() -> None:
+    assert b"holds" not in encode_manifest(BASE)
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        [],
+        ["all", "all", "all"],
+        ["all", "full"],
+        ["all", "open", "full"],
+        ["full", "all", "open"],
+        ["all", "full", "open", "all"],
+        ["all", "full", "ajar"],
+        ["all", "full", 1],
+        "open",
+        None,
+    ],
+)
+def test_what_groups_cannot_hold_is_rejected(holds: Any) -> None:
+    fields = json.loads(encode_manifest(PAIRED))
+    fields["caches"][0]["holds"] = holds
+    with pytest.raises(BlockRejected):
+        decode_manifest(_signed(fields))
+
+
+@pytest.mark.parametrize("group", GROUPS[1:])
+def test_an_adapter_does_not_change_full_blocks_and_leave_open_ones(group: str) -> None:
+    fields = json.loads(
+        encode_manifest(replace(PAIRED, caches=(replace(PAIRED_CACHE, producer=save_origin(ORIGIN, GROUPS)),)))
+    )
+    fields["caches"][0]["producer"]["groups"] = [group]
     with pytest.raises(BlockRejected):
         decode_manifest(_signed(fields))
 

@@ -1,0 +1,66 @@
+"""Slots of open blocks, in groups that do not hold full ones.
+
+A table has a slot for the block that is open, and for the last one that a step reaches. Blocks between them are filled
+and sealed within the step, and have none.
+"""
+
+from __future__ import annotations
+
+from agentcache.blocks.allocator import BlockAllocator
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.origin_paths import has_base_tail
+from agentcache.blocks.pool import BlockTable, Holds, full_partner
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.snapshots import whole_blocks
+
+
+class OpenBlocks:
+    """The groups of one cache that hold open blocks only, if there are any."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._pools = allocator.slots.pools
+        self._groups = {i for i, group in enumerate(allocator.slots.groups) if group.holds is Holds.OPEN}
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._groups
+
+    def reserve(self, index: int, table: BlockTable, num_tokens: int, end: int) -> None:
+        """Allocate slots for steps that reach block `end` - 1. Raises OutOfBlocks."""
+        for block_id in table.drop_after(end):  # of a larger step that was not computed
+            self._pools[index].release(block_id)
+        while table.end_block < end:
+            is_between = num_tokens <= table.end_block * BLOCK_SIZE and table.end_block < end - 1
+            table.block_ids.append(-1 if is_between else self._allocator.allocate(index))
+        if table.has(end - 1) and not table.has_slot(end - 1):
+            table.replace(end - 1, self._allocator.allocate(index))
+
+    def leave(self, index: int, table: BlockTable, num_tokens: int, needed: int) -> None:
+        """Release slots of sealed blocks; drop blocks before `needed`."""
+        for block_id in table.vacate_before(num_tokens // BLOCK_SIZE):
+            self._pools[index].release(block_id)
+        table.drop_before(needed)
+
+    def keepable(self, sequence: BlockTables, num_tokens: int) -> int:
+        """Tokens that can be kept of the first `num_tokens`: without a part of a sealed block.
+
+        In RAM, such a part is reopened from the full block.
+        """
+        is_sealed = num_tokens // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
+        return whole_blocks(num_tokens) if self._groups and is_sealed else num_tokens
+
+    def base_tail_block(self, sequence: BlockTables) -> int | None:
+        """End of the block whose open form the base tail needs; None if there is none to publish.
+
+        A step that ends there has not dropped it yet.
+        """
+        producer = sequence.producer
+        if not self._groups or producer is None or sequence.num_tokens > producer.start:
+            return None
+        end = whole_blocks(producer.start) + BLOCK_SIZE
+        return end if has_base_tail(producer, end) else None
+
+    def source_group(self, node: Node, index: int) -> int:
+        """Group that has the node's data if group `index` needs a part of the block."""
+        return full_partner(index) if node.is_full and index in self._groups else index
