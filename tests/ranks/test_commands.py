@@ -60,10 +60,11 @@ PLAIN: list[Command] = [
     Start(whole=True),
     Start(whole=False),
     Fit([3, 70_000]),
-    CopyBlocks([Copy(0, 1, 2), Copy(3, 4, 5)]),
+    CopyBlocks([Copy(0, 1, 2), Copy(3, 4, 5), Copy(3, 1, 6, reopens=True)]),
     TakeBytes(9, 1, 2, 256),
     BringZeros(3, "full.0"),
     PutBytes(1, [4, 5], [1, 1 << 40]),
+    PutBytes(2, [4], [1], reopens=True),
     Forget([9, 12]),
     DropAdapter(2),
     GiveBack(),
@@ -75,7 +76,7 @@ PLAIN: list[Command] = [
     KeepOnly(b""),
     Stop(),
 ]
-TABLES = [BlockTable([3, 1, 4]), BlockTable([9], first_block=2)]
+TABLES = [BlockTable([3, -1, 4]), BlockTable([9], first_block=2)]
 LENGTHS = [700, 600]
 
 RANDOM = np.random.default_rng(0)

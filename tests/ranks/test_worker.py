@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from agentcache.blocks.pool import BlockPool
 from agentcache.errors import RankLost
 from agentcache.kv.block_layout import Array
+from agentcache.models.arenas import BaseArenas
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
 from agentcache.ranks.commands import (
@@ -35,6 +37,7 @@ from agentcache.ranks.commands import (
     WriteBlocks,
     encode,
 )
+from agentcache.ranks.rank_zero import RankZeroArenas, RemoteHandles
 from agentcache.ranks.worker import Slots, Worker
 from agentcache.store.block_file import make_header
 from agentcache.store.store import Store
@@ -137,3 +140,33 @@ def test_bytes_under_handles_go_into_slots_as_they_are(tell: Told, loaded: Loade
     )
     assert set(worker._held) == {5, 6}
     assert np.array_equal(worker._held[5], parts[0]) and not worker._held[6].any()
+
+
+def test_a_full_block_is_reopened_as_rank_0_says(
+    tell: Told, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reopened: list[tuple[int, Sequence[int], int]] = []
+    monkeypatch.setattr(
+        BaseArenas,
+        "reopen_blocks",
+        lambda arenas, group, slots, blocks: reopened.append((group, slots, int(blocks[0][0]))),
+    )
+    parts: list[Array] = [np.full(loaded.spec.groups[0].bytes_per_block, 17, np.uint8)]
+    tell([SLOTS, BringBytes(3, parts), PutBytes(1, [2], [3], reopens=True)])
+    assert reopened == [(1, [2], 17)]
+
+
+def test_rank_0_tells_which_blocks_are_reopened(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[Command]()
+    link: Any = SimpleNamespace(tell=told.append)
+    handles, pools = RemoteHandles(link), [BlockPool(4) for _ in loaded.spec.groups]
+    arenas = RankZeroArenas(link, handles, loaded.spec, pools, lambda: None, lambda: None)
+    done = list[str]()
+    monkeypatch.setattr(BaseArenas, "reopen_blocks", lambda *args: done.append("reopened"))
+    monkeypatch.setattr(BaseArenas, "put_blocks", lambda *args: done.append("put"))
+    data: Array = np.zeros(8, np.uint8)
+    handles.bind(data, 5)
+    arenas.reopen_blocks(1, [2], [data])
+    arenas.put_blocks(0, [3], [data])
+    assert told[-2:] == [PutBytes(1, [2], [5], reopens=True), PutBytes(0, [3], [5])]
+    assert done == ["reopened", "put"]
