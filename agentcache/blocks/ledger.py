@@ -2,7 +2,7 @@
 
 A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
-    base.KIND               KV by attention kind
+    base.KIND               KV by attention kind; `open` for open blocks (`Holds`)
     residual.ADAPTER.KIND   one share for all adapters, lent to base while unused
     adapters                their weights
     stacks                  stacked adapters; on loan

@@ -26,13 +26,11 @@ class OpenBlocks:
     def __contains__(self, index: int) -> bool:
         return index in self._groups
 
-    def reserve(self, index: int, table: BlockTable, num_tokens: int, end: int) -> None:
-        """Allocate slots for steps that reach block `end` - 1. Raises OutOfBlocks."""
+    def reserve(self, index: int, table: BlockTable, end: int) -> None:
+        """Allocate a slot for block `end` - 1, the last one that a step reaches. Raises OutOfBlocks."""
         for block_id in table.drop_after(end):  # of a larger step that was not computed
             self._pools[index].release(block_id)
-        while table.end_block < end:
-            is_between = num_tokens <= table.end_block * BLOCK_SIZE and table.end_block < end - 1
-            table.block_ids.append(-1 if is_between else self._allocator.allocate(index))
+        table.block_ids += [-1] * (end - table.end_block)
         if table.has(end - 1) and not table.has_slot(end - 1):
             table.replace(end - 1, self._allocator.allocate(index))
 

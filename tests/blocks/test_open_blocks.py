@@ -13,7 +13,7 @@ from agentcache.blocks.origin_paths import spans
 from agentcache.blocks.pool import BlockTable, Copy, Holds, are_paired, holds_of
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.search import match_residual_kv
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import BrokenInvariant, OutOfBlocks
 from agentcache.plans.room import Growth, slots_needed
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, pair
@@ -187,13 +187,29 @@ def test_part_of_a_full_block_is_reopened_from_its_file() -> None:
     cache.check_integrity()
 
 
+def test_a_full_block_stays_until_it_is_reopened() -> None:
+    """Though the slot of a block before it is wanted."""
+    groups = pair("full")
+    cache = make_cache(*groups, budget=sum(min_blocks(group) for group in groups))
+    first, second = (block.node for block in run(cache, IDS[:512]))
+    cache.mark_stored(first, SEALED)
+    cache.slots.drop(first, SEALED)
+    reader = start(cache, [5] * 768)
+    grow(cache, reader, [5] * 768)
+    with pytest.raises(OutOfBlocks):
+        start(cache, IDS[:400])
+    assert second.block_ids
+    cache.check_integrity()
+
+
 def test_a_tail_serves_before_a_full_block_that_would_be_reopened() -> None:
     cache = make_cache()
     tail = run(cache, IDS[:300])[-1].node
     full = run(cache, IDS[:512])[-1].node
     assert full.is_full and not tail.is_full
-    path = cache.match_prefix(ROOT, IDS[:300], 300).paths[0]
-    assert path.tail is tail and not path.reopens(OPEN)
+    for ids in (IDS[:300], [*IDS[:286], 5000]):
+        path = cache.match_prefix(ROOT, ids, 300).paths[0]
+        assert path.tail is tail and not path.reopens(OPEN)
     cache.slots.evict(tail)
     path = cache.match_prefix(ROOT, IDS[:300], 300).paths[0]
     assert path.tail is full and path.reopens(OPEN)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.agents.block_files import _HEADER_BYTES
 from agentcache.agents.caches import KeptCache
 from agentcache.agents.disk import Saved
 from agentcache.agents.restore import Restored
@@ -353,5 +354,8 @@ def test_the_estimate_covers_the_files(ram_path: Path, num_tokens: int) -> None:
         ids = make_ids(num_tokens, seed=3)
         here.talk("a", ids)
         record, files = here.record("a"), here.persistence._disk.files
-        written = files.bytes_of(record.block_names)
-        assert written <= files.estimate(record, num_tokens) <= written + 1600 * len(record.block_names)
+        nodes = {block.chain: here.base.prefix.tree.node(block.chain) for block in record.blocks}
+        sizes = [(SPEC.groups[name.group], nodes[name.chain]) for name in record.block_names]
+        data = sum(group.bytes_of(node.num_tokens) for group, node in sizes if node is not None)
+        assert files.estimate(record, num_tokens) == data + _HEADER_BYTES * len(sizes)
+        assert files.bytes_of(record.block_names) <= files.estimate(record, num_tokens)
