@@ -204,14 +204,13 @@ def test_a_full_block_stays_until_it_is_reopened() -> None:
 
 def test_a_tail_serves_before_a_full_block_that_would_be_reopened() -> None:
     cache = make_cache()
-    tail = run(cache, IDS[:300])[-1].node
+    tail = run(cache, [*IDS[:286], 9000])[-1].node  # behind the full block in the tree's order
     full = run(cache, IDS[:512])[-1].node
     assert full.is_full and not tail.is_full
-    for ids in (IDS[:300], [*IDS[:286], 5000]):
-        path = cache.match_prefix(ROOT, ids, 300).paths[0]
-        assert path.tail is tail and not path.reopens(OPEN)
+    path = cache.match_prefix(ROOT, [*IDS[:286], 7], 300).paths[0]
+    assert path.tail is tail and not path.reopens(OPEN)
     cache.slots.evict(tail)
-    path = cache.match_prefix(ROOT, IDS[:300], 300).paths[0]
+    path = cache.match_prefix(ROOT, [*IDS[:286], 7], 300).paths[0]
     assert path.tail is full and path.reopens(OPEN)
 
 

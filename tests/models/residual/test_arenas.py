@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.blocks.pool import BlockPool, Copy
+from agentcache.blocks.pool import BlockPool, Copy, Holds
 from agentcache.kv.arena import make_arenas, take_due
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
@@ -20,6 +20,17 @@ LAYERS = [LayerSpec(index, 2, 64, 64, None if index % 2 else 300) for index in r
 BASE = CacheSpec("tiny", 4, make_groups(LAYERS, Quantisation()))
 SHAPE = ResidualShape((ResidualLayer(1, 3, 5, normed=True), ResidualLayer(3, 0, 2, normed=True)), "float32")
 SPEC = residual_spec(BASE, SHAPE)
+
+
+def test_residuals_of_full_and_open_blocks_are_in_one_group() -> None:
+    pairs = [
+        (replace(each, holds=Holds.FULL), replace(each, name=f"{each.name}.open", window=1, holds=Holds.OPEN))
+        for each in BASE.groups
+    ]
+    groups = tuple(group for pair in pairs for group in pair)
+    spec = residual_spec(replace(BASE, groups=groups), SHAPE)
+    assert spec.groups == SPEC.groups and spec.holds == ()
+    assert spec.digest != SPEC.digest
 
 
 def test_groups_are_bases_where_there_is_something_to_keep() -> None:
