@@ -18,10 +18,10 @@ from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.kv.packed import Packed
 from agentcache.kv.packing import quantisation_for
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedKV, Reads
+from agentcache.kv.step_cache import PagedKV
 from agentcache.metal_kernels.cases import turns_of
 from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
@@ -30,7 +30,7 @@ from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, late
 from agentcache.metal_kernels.rope_tables import packed_b
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import LowRankSide, unpack, unpack_residual
-from agentcache.models.attention import AttentionOptions, packed_attention
+from agentcache.models.attention import AttentionOptions, gather, packed_attention
 from agentcache.models.mla import packed_latent_attention
 from benchmarks.workload import Progress
 
@@ -264,8 +264,7 @@ def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, q
     def ops() -> mx.array:
         x = queries
         for arena in layers.arenas[:4]:
-            keys, values = (side.gather(reads.blocks.ids) for _, side in arena.sides)
-            x = packed_attention(x, Packed(*keys), Packed(*values), reads, options, arena)
+            x = packed_attention(x, *gather(arena, reads), reads, options)
         return x
 
     with suppress(RuntimeError):

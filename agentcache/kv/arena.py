@@ -9,15 +9,19 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import Holds
+from agentcache.errors import BrokenInvariant
 from agentcache.kv.backing import ARRAY_DTYPES, Exact, make_backing
 from agentcache.kv.block_layout import Array, GroupMemory, aligned, block_tensors, first_float
-from agentcache.kv.packed import Packed
+from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
 from agentcache.kv.raw_arrays import upload
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
@@ -35,6 +39,7 @@ class GroupArena:
         self._tensors = {tensor.name: TensorArena(tensor, most) for tensor in spec.tensors}
         packing = spec.packing
         self.layers = [] if packing is None else [LayerArena(layer, packing, self._tensors) for layer in spec.layers]
+        self._full: GroupArena | None = None
 
     @property
     def capacity(self) -> int:
@@ -48,6 +53,31 @@ class GroupArena:
 
     def copy(self, source: int, target: int) -> None:
         copy_block(self._tensors.values(), source, target)
+
+    def follow(self, full: GroupArena) -> None:
+        """Take the open blocks of `full`'s layers."""
+        self._full = full
+        for layer, unfinished in zip(full.layers, self.layers, strict=True):
+            layer.open = unfinished
+
+    def reopen(self, source: int, target: int) -> None:
+        """Copy a full block to an open one, between steps; as `copy_block`."""
+        for layer in self._of_full.layers:
+            layer.reopen([source], [target])
+
+    def put_full(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write full blocks, uint8 [n] each, to open ones, between steps."""
+        full = self._of_full
+        for block_id, block in zip(block_ids, blocks, strict=True):
+            arrays = {each.spec.name: mx.array(each.view(block)[None]) for each in block_tensors(full.spec, BLOCK_SIZE)}
+            for layer in full.layers:
+                layer.reopen_packed(layer.packed_of(arrays), [block_id])
+
+    @property
+    def _of_full(self) -> GroupArena:
+        if self._full is None:
+            raise BrokenInvariant(f"group {self.spec.name} has no open blocks")
+        return self._full
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
         """Copy a block's first tokens, uint8 [n], between steps."""
@@ -122,11 +152,18 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    return [GroupArena(group, room) for group in spec.groups]
+    arenas = [GroupArena(group, room) for group in spec.groups]
+    for before, arena in pairwise(arenas):
+        if arena.spec.holds is Holds.OPEN:
+            arena.follow(before)
+    return arenas
 
 
 class LayerArena:
-    """Keys and, except for MLA, values of one layer. `tensors`: the group's, or None for its own."""
+    """Keys and, except for MLA, values of one layer. `tensors`: the group's, or None for its own.
+
+    `open`: arena of blocks that are not full yet, if they have another packing.
+    """
 
     def __init__(
         self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
@@ -139,12 +176,33 @@ class LayerArena:
             parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
             made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
         self.keys, self.values = made["key_cache"], made.get("value_cache")
+        self._open: LayerArena | None = None
+        unfinished = packing.while_open if isinstance(packing, LayerPacking) else None
+        if tensors is None and unfinished is not None:
+            self.open = LayerArena(layer, unfinished)
         self._is_due = False
 
     @cached_property
     def is_alike(self) -> bool:
         keys, values = self.keys, self.values
         return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
+
+    @property
+    def both(self) -> tuple[SideArena, SideArena]:
+        """Keys and values, not for MLA."""
+        assert self.values is not None
+        return self.keys, self.values
+
+    @property
+    def open(self) -> LayerArena | None:
+        return self._open
+
+    @open.setter
+    def open(self, unfinished: LayerArena | None) -> None:
+        self._open = unfinished
+        if unfinished is not None:
+            for (_, side), (_, other) in zip(self.sides, unfinished.sides, strict=True):
+                side.open = other
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
@@ -155,17 +213,52 @@ class LayerArena:
         for _, side in self.sides:
             if side.capacity < capacity:
                 side.grow(capacity)
+        if self.open is not None:
+            self.open.grow(capacity)
+
+    def seal(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Pack full blocks in slots `sources` of `open` into slots `targets`. Lazy."""
+        assert self.open is not None
+        ids = mx.array(sources, mx.int32)
+        for (_, side), (_, unfinished) in zip(self.sides, self.open.sides, strict=True):
+            values = dequantise(unfinished.gather(ids), unfinished.quantisation, mx.float32)
+            side.write_blocks(quantise(values, side.quantisation), targets)
+
+    def reopen(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy full blocks to slots `targets` of `open`, between steps; as `copy_block`."""
+        ids = mx.array(sources, mx.int32)
+        self.reopen_packed([side.gather(ids) for _, side in self.sides], targets)
+
+    def reopen_packed(self, blocks: Sequence[Packed], targets: Sequence[int]) -> None:
+        """`reopen`, of full blocks by side, [n, H_kv, 256, ·]."""
+        assert self.open is not None
+        made = [
+            quantise(dequantise(packed, side.quantisation, mx.float32), unfinished.quantisation)
+            for packed, (_, side), (_, unfinished) in zip(blocks, self.sides, self.open.sides, strict=True)
+        ]
+        mx.eval(made)
+        mx.synchronize()  # until then the device holds the source
+        for packed, (_, unfinished) in zip(made, self.open.sides, strict=True):
+            unfinished.write_blocks(packed, targets)
+
+    def packed_of(self, arrays: Mapping[str, mx.array]) -> list[Packed]:
+        """Keys, then values, of arrays by tensor name."""
+        return [Packed(*(arrays[part.spec.name] for part in side.in_order)) for _, side in self.sides]
 
     def arrays(self) -> list[mx.array]:
-        """Data, scales and biases of keys, then of values."""
-        return [array for _, side in self.sides for array in side.arrays()]
+        """Data, scales and biases of keys, then of values; then those of `open`."""
+        own = [array for _, side in self.sides for array in side.arrays()]
+        return own if self.open is None else own + self.open.arrays()
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
         """A copy over the next of `arrays`, for tracing: as `arrays()`, then the append kernel's result."""
         made = copy.copy(self)
         made.keys = self.keys.made_of(arrays)
         made.values = None if self.values is None else self.values.made_of(arrays)
-        made.was_written(next(arrays))
+        if self.open is not None:
+            made.open = self.open.made_of(arrays)
+        else:
+            made.was_written(next(arrays))
         return made
 
     def was_written(self, written: mx.array) -> None:
@@ -202,8 +295,9 @@ class SideArena:
         self.dim = dim
         self.quantisation = quantisation
         self.parts = parts
-        self._arenas = tuple(parts[part] for part in PARTS if part in parts)
+        self._arenas = self.in_order = tuple(parts[part] for part in PARTS if part in parts)
         self.written: mx.array | None = None  # as in `was_written`
+        self.open: SideArena | None = None  # blocks that are not full yet, if packed in another way
 
     def made_of(self, arrays: Iterator[mx.array]) -> SideArena:
         made = copy.copy(self)
@@ -231,6 +325,12 @@ class SideArena:
         for part, new in zip(self._arenas, packed.parts, strict=True):
             tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
             part.assign((block_ids, _ALL, offsets), tokens)
+
+    def write_blocks(self, packed: Packed, block_ids: Sequence[int]) -> None:
+        """Write whole blocks, [n, H, 256, ·]. Lazy. No scatter: it compiles for seconds."""
+        for part, new in zip(self._arenas, packed.parts, strict=True):
+            for index, block_id in enumerate(block_ids):
+                part.assign(block_id, new[index])
 
     def gather(self, block_ids: mx.array) -> Packed:
         """Blocks [..., H, 256, ·] for `block_ids` [...]."""

@@ -10,9 +10,10 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.packed import Packed
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import Quantisation
-from agentcache.kv.step_cache import PagedKV, Reads, Writes, check_window
+from agentcache.kv.reads import BlockReads, Reads
+from agentcache.kv.step_cache import PagedKV, Writes, check_window
 
 
 class BatchQuantizedKVCache:
@@ -66,14 +67,14 @@ class BatchQuantizedKVCache:
             self.pool.grow(self.pool.capacity + max(4, self.pool.capacity // 2))
         return self.pool.allocate()
 
-    def _reads(self, num_tokens: int) -> Reads:
+    def _reads(self, num_tokens: int) -> BlockReads:
         return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
         """Update; return (data, scales, biases) of keys and values, [B, H_kv, T, ·] in whole blocks."""
         return self._gather(self.update(keys, values).reads)
 
-    def _gather(self, reads: Reads) -> tuple[tuple[mx.array, ...], ...]:
+    def _gather(self, reads: BlockReads) -> tuple[tuple[mx.array, ...], ...]:
         return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:

@@ -26,6 +26,11 @@ class Quantisation:
     def __str__(self) -> str:
         return f"affine-{self.bits}bit-g{self.group_size}"
 
+    @property
+    def bits_a_value(self) -> float:
+        """With scales and biases."""
+        return self.bits + 32 / self.group_size
+
     def parts(self, dim: int) -> dict[str, tuple[str, int]]:
         """(dtype, width) of each part of `dim` values."""
         groups = dim // self.group_size
@@ -42,6 +47,10 @@ class Plain:
     def bits(self) -> int:
         return UNQUANTISED_BITS
 
+    @property
+    def bits_a_value(self) -> float:
+        return self.bits
+
     def __str__(self) -> str:
         return {"F16": "float16", "BF16": "bfloat16"}[self.dtype]
 
@@ -49,11 +58,33 @@ class Plain:
         return {"data": (self.dtype, dim)}
 
 
-Packing = Quantisation | Plain
+@dataclass(frozen=True)
+class ByChannel:
+    """Affine quantisation of each channel over groups of tokens, in full blocks only (KIVI, arXiv 2402.02750)."""
+
+    bits: int = 4
+    group_tokens: int = 64
+
+    def __str__(self) -> str:
+        return f"affine-{self.bits}bit-channel-g{self.group_tokens}"
+
+    @property
+    def bits_a_value(self) -> float:
+        return self.bits + 32 / self.group_tokens
+
+    def parts(self, dim: int) -> dict[str, tuple[str, int]]:
+        """As of `Quantisation`; scales and biases have a row per group."""
+        return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", dim), "biases": ("F16", dim)}
+
+
+Packing = Quantisation | Plain | ByChannel
+OPEN_BITS = 8  # of blocks until they are full
 
 
 @dataclass(frozen=True)
 class LayerPacking:
+    """Packing of a layer's keys and values; with keys by channel, that of full blocks."""
+
     keys: Packing
     values: Packing
 
@@ -61,8 +92,17 @@ class LayerPacking:
         return self.keys if name == "key_cache" else self.values
 
     @property
+    def while_open(self) -> LayerPacking | None:
+        """Packing of a block until it is full, if different."""
+        if not isinstance(self.keys, ByChannel):
+            return None
+        assert isinstance(self.values, Quantisation)
+        open_packing = Quantisation(OPEN_BITS, self.values.group_size)
+        return LayerPacking(open_packing, open_packing)
+
+    @property
     def bits(self) -> LayerBits:
-        return LayerBits(self.keys.bits, self.values.bits)
+        return LayerBits(self.keys.bits, self.values.bits, isinstance(self.keys, ByChannel))
 
     def __str__(self) -> str:
         return str(self.keys) if self.keys == self.values else f"{self.keys}, values {self.values}"
@@ -78,15 +118,19 @@ def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """Bits of a layer's keys and values: 4, 8 or 16."""
+    """Bits of a layer's keys and values: 4, 8 or 16. `by_channel`: keys of full blocks are `ByChannel`."""
 
     keys: int = 4
     values: int = 4
+    by_channel: bool = False
 
     def __str__(self) -> str:
+        if self.by_channel:
+            return f"{self.keys}c"
         return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
 
 
+BY_CHANNEL = LayerBits(4, 4, by_channel=True)
 BITS = {str(bits): bits for bits in (LayerBits(4, 4), LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
 """Choices of a user by name, from the fewest."""
 
@@ -106,15 +150,16 @@ class Precision:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Precision:
         """Inverse of `as_data`; raises LookupError, TypeError or ValueError."""
-        layers, divergence = tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"]
-        if not all(type(bits) is int and bits in _KEPT for layer in layers for bits in (layer.keys, layer.values)):
+        layers, divergence = tuple(LayerBits(*layer) for layer in data["layers"]), data["divergence"]
+        if not all(map(_is_kept, layers)):
             raise ValueError(f"these bits of layers are not supported: {layers!r:.80}")
         if divergence is not None and not 0 <= float(divergence) < math.inf:
             raise ValueError(f"{divergence!r:.40} is not a divergence")
         return cls(layers, divergence)
 
     def as_data(self) -> dict[str, Any]:
-        return {"layers": [[bits.keys, bits.values] for bits in self.layers], "divergence": self.divergence}
+        layers = [[bits.keys, bits.values, *([True] if bits.by_channel else [])] for bits in self.layers]
+        return {"layers": layers, "divergence": self.divergence}
 
     def __str__(self) -> str:
         """Such as `4`, or `4 (layers 0-1, 7 in k8v4)`."""
@@ -127,6 +172,12 @@ class Precision:
             for other in others
         ]
         return f"{usual} (layers {'; '.join(told)})" if told else str(usual)
+
+
+def _is_kept(layer: LayerBits) -> bool:
+    if layer.by_channel:
+        return layer == BY_CHANNEL and layer.by_channel is True
+    return all(type(bits) is int and bits in _KEPT for bits in (layer.keys, layer.values))
 
 
 def _ranges(indices: Sequence[int]) -> str:

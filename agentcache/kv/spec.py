@@ -15,7 +15,7 @@ import numpy as np
 from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
 from agentcache.blocks.pool import Holds, holds_of
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.packing import PARTS, LayerPacking, Packing
+from agentcache.kv.packing import PARTS, ByChannel, LayerPacking, Packing
 
 POSITION = "@"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -117,7 +117,8 @@ class GroupSpec:
     """Tensors with blocks of their own, usually of one attention kind and span of depth.
 
     `name`: in addresses and files. `tensors`: in block byte order, widest dtypes first for alignment.
-    `value_quantisation`: of values, if different. `holds`: an open group has the window 1.
+    `value_quantisation`: of values, if different. `holds`: blocks in this group. An open group follows the group of the
+    same layers' full blocks; its window is 1: only the block of the next token is needed.
     """
 
     name: str
@@ -160,14 +161,19 @@ class GroupSpec:
 
     @cached_property
     def bytes_per_token(self) -> int:
+        """Bytes of a token in a full block."""
+        return self._bytes_a_token if self.holds is not Holds.FULL else self.bytes_per_block // BLOCK_SIZE
+
+    @cached_property
+    def _bytes_a_token(self) -> int:
         return sum(tensor.own_bytes for tensor in self.tensors if tensor.token_axis is not None)
 
     def bytes_of(self, num_tokens: int) -> int:
-        return self._bytes_once + num_tokens * self.bytes_per_token
+        return self._bytes_once + num_tokens * self._bytes_a_token
 
     def tokens_in(self, num_bytes: int) -> int:
         """Tokens in a block of `num_bytes`; 256 if its size is fixed."""
-        return (num_bytes - self._bytes_once) // self.bytes_per_token if self.bytes_per_token else BLOCK_SIZE
+        return (num_bytes - self._bytes_once) // self._bytes_a_token if self._bytes_a_token else BLOCK_SIZE
 
     @cached_property
     def _bytes_once(self) -> int:
@@ -245,20 +251,25 @@ class CacheSpec:
         """As `holds_of`."""
         return holds_of(self.groups)
 
+    @cached_property
+    def lasting_groups(self) -> tuple[GroupSpec, ...]:
+        """Groups but those of open blocks: each layer is in one."""
+        return tuple(group for group in self.groups if group.holds is not Holds.OPEN)
+
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return sum(len(group.layers) for group in self.lasting_groups)
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.groups)
+        return sum(group.bytes_per_token for group in self.lasting_groups)
 
     @cached_property
     def bits(self) -> float | None:
         """Mean bits of a key or value; None without KV."""
         kept = [
             (layer.num_kv_heads * dim, group.packing.side(side).bits)
-            for group in self.groups
+            for group in self.lasting_groups
             if group.packing is not None
             for layer in group.layers
             for side, dim in sides(layer)
@@ -310,23 +321,35 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 
 
 def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> dict[str, TensorSpec]:
-    """Tensors by part, [H_kv, tokens, width]."""
-    return {
-        part: TensorSpec(tensor_name(layer, side, part), dtype, (layer.num_kv_heads, width), token_axis=1)
-        for part, (dtype, width) in packing.parts(dim).items()
-    }
+    """Tensors by part, [H_kv, tokens, width]; scales and biases by channel [H_kv, groups, D]."""
+    tensors = {}
+    for part, (dtype, width) in packing.parts(dim).items():
+        name, shape = tensor_name(layer, side, part), (layer.num_kv_heads, width)
+        if isinstance(packing, ByChannel) and part != "data":
+            by_group = (layer.num_kv_heads, BLOCK_SIZE // packing.group_tokens, width)
+            tensors[part] = TensorSpec(name, dtype, by_group, token_axis=None)
+        else:
+            tensors[part] = TensorSpec(name, dtype, shape, token_axis=1)
+    return tensors
 
 
-def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
+def attention_group(
+    name: str,
+    layers: Sequence[LayerSpec],
+    keys: Packing,
+    values: Packing | None = None,
+    holds: Holds = Holds.ALL,
+) -> GroupSpec:
     packing = LayerPacking(keys, values or keys)
+    window = 1 if holds is Holds.OPEN else layers[0].window
     made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
     tensors = tuple(side[part] for part in PARTS for side in made if part in side)
     tensors = tuple(sorted(tensors, key=lambda tensor: -tensor.numpy_dtype.itemsize))
-    return GroupSpec(name, tensors, layers[0].window, tuple(layers), keys, None if packing.values == keys else values)
+    return GroupSpec(name, tensors, window, tuple(layers), keys, None if packing.values == keys else values, holds)
 
 
 def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
-    """Split layers by depth (quarters; halves under 8 layers), window and packing."""
+    """Split layers by depth (quarters; halves under 8 layers), window and packing; open blocks apart."""
     if isinstance(packings, Packing):
         packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4
@@ -337,6 +360,13 @@ def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerP
         span = position * num_spans // len(layers)
         name = f"{kind}.{span}" if packing == usual else f"{kind}.{span}.{packing.bits}"
         groups.setdefault((name, packing), []).append(layer)
-    return tuple(
-        attention_group(name, members, packing.keys, packing.values) for (name, packing), members in groups.items()
-    )
+    return tuple(made for (name, packing), members in groups.items() for made in _groups_of(name, members, packing))
+
+
+def _groups_of(name: str, layers: Sequence[LayerSpec], packing: LayerPacking) -> Iterator[GroupSpec]:
+    unfinished = packing.while_open
+    if unfinished is None:
+        yield attention_group(name, layers, packing.keys, packing.values)
+        return
+    yield attention_group(name, layers, packing.keys, packing.values, Holds.FULL)
+    yield attention_group(f"{name}.open", layers, unfinished.keys, unfinished.values, Holds.OPEN)

@@ -1,6 +1,6 @@
-"""One step's reads and writes, and a layer's cache as the model sees it.
+"""One step's writes, and a layer's cache as the model sees it.
 
-`Reads` and `Writes` copy from block tables, which may change while the device computes.
+`Writes` copies from block tables, which may change while the device computes.
 """
 
 from __future__ import annotations
@@ -13,158 +13,37 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.pool import BlockTable, Holds
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena, SideArena, Slot, TensorArena
-from agentcache.kv.packed import Pack, Packed, quantise
+from agentcache.kv.packed import Pack, quantise
+from agentcache.kv.packed_arrays import Packed
+from agentcache.kv.reads import BlockReads, Reads
+from agentcache.kv.spec import GroupSpec
 
 _MAX_SLICES = 16  # beyond, one scatter is cheaper
 
 
-class RaggedBlocks:
-    """Blocks of non-empty rows. `starts`: each block's first position."""
+class Filled(NamedTuple):
+    """A block that a step fills: slots of its open form and of its full one."""
 
-    def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
-        self.starts = starts
-        self.rows = mx.array([row for row, blocks in enumerate(ids) for _ in blocks], dtype=mx.int32)
-        self._counts = [len(row) for row in ids]
-
-    @cached_property
-    def _indices(self) -> mx.array:
-        most, begin, indices = max(self._counts), 0, []
-        for count in self._counts:
-            indices.append([*range(begin, begin + count), *[begin] * (most - count)])
-            begin += count
-        return mx.array(indices, dtype=mx.int32)  # [B, longest row]
-
-    @cached_property
-    def _real(self) -> mx.array:
-        return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
-
-    def spread(self, x: mx.array) -> mx.array:
-        """Repeat rows for their blocks: [B, ...] to [num_blocks, ...]."""
-        return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
-
-    def max(self, x: mx.array) -> mx.array:
-        """Maximum per row: [num_blocks, ...] to [B, ...]."""
-        return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
-
-    def sum(self, x: mx.array) -> mx.array:
-        """Sum per row, as `max`. Deterministic: no atomics."""
-        if len(self._counts) == 1:
-            return x.sum(axis=0, keepdims=True)
-        real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
-        return mx.where(real, x[self._indices], 0).sum(axis=1)
-
-
-@dataclass(frozen=True)
-class RowReads:
-    """One row's reads, from position `base` on; `length` before the step."""
-
-    block_ids: Sequence[int]
-    base: int
-    length: int
-
-
-class Reads:
-    """Blocks of one group that rows read, with those of the step's own tokens.
-
-    `lengths`: each row's tokens before the step, which adds `num_tokens` to each. `begins_early`: the device may start
-    before the step is built; not if the step assigns to an arena.
-    """
-
-    def __init__(
-        self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int, window: int | None
-    ) -> None:
-        self.begins_early = False
-        self.num_tokens = num_tokens
-        self.window = window
-        self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
-        self._lengths = lengths
-        # Lists, for speed.
-        firsts = [table.first_block for table in tables]
-        ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
-        self._firsts = firsts
-        if window is not None:
-            needed = [max(0, length - window + 1) // BLOCK_SIZE for length in lengths]
-            self._firsts = [max(pair) for pair in zip(needed, firsts, strict=True)]
-        self._ids = [
-            table.block_ids[begin - first : end - first]
-            for table, first, begin, end in zip(tables, firsts, self._firsts, ends, strict=True)
-        ]
-
-    def of_rows(self, rows: Sequence[int]) -> Reads:
-        part = Reads.__new__(Reads)
-        part.num_tokens, part.window, part.prepared = self.num_tokens, self.window, {}
-        part.begins_early = False
-        part._lengths = [self._lengths[row] for row in rows]
-        part._firsts = [self._firsts[row] for row in rows]
-        part._ids = [self._ids[row] for row in rows]
-        return part
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._ids)
-
-    @property
-    def rows(self) -> list[RowReads]:
-        rows = zip(self._ids, self._firsts, self._lengths, strict=True)
-        return [RowReads(ids, first * BLOCK_SIZE, length) for ids, first, length in rows]
-
-    @cached_property
-    def num_blocks(self) -> int:
-        return max(len(ids) for ids in self._ids)
-
-    @cached_property
-    def block_ids(self) -> mx.array:
-        """Slots to read, int32 [B, num_blocks]."""
-        # An empty row has no block to repeat.
-        rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
-        return mx.array(rows, dtype=mx.int32)
-
-    @cached_property
-    def blocks(self) -> RaggedBlocks:
-        firsts = zip(self._firsts, self._ids, strict=True)
-        return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
-
-    @cached_property
-    def block_mask(self) -> mx.array:
-        """`mask` for each of `blocks`, bool [num_blocks, num_tokens, 256]."""
-        starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
-        keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
-        queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
-        allowed = keys <= queries
-        return allowed if self.window is None else allowed & (keys > queries - self.window)
-
-    @cached_property
-    def block_bias(self) -> mx.array:
-        """`block_mask` as 0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
-        return mx.where(self.block_mask, 0.0, -mx.inf)[:, None, None]
-
-    @property
-    def key_start(self) -> int:
-        """Position of a single row's first key."""
-        return self._firsts[0] * BLOCK_SIZE
-
-    @property
-    def num_keys(self) -> int:
-        return self._lengths[0] + self.num_tokens - self.key_start
-
-    @cached_property
-    def mask(self) -> mx.array:
-        """Keys that each query attends to, bool [B, num_tokens, num_blocks * 256]."""
-        starts = mx.array([first * BLOCK_SIZE for first in self._firsts])[:, None, None]
-        keys = mx.arange(self.num_blocks * BLOCK_SIZE)[None, None, :] + starts
-        queries = (mx.array(self._lengths)[:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
-        allowed = keys <= queries
-        return allowed if self.window is None else allowed & (keys > queries - self.window)
+    source: int
+    target: int
 
 
 class Writes:
-    """Where a step's own keys and values go; arguments as in `Reads`."""
+    """Where a step's own keys and values go; arguments as in `Reads`.
 
-    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
+    `full_tables`: of full blocks, if `tables` are of open ones.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[BlockTable],
+        lengths: Sequence[int],
+        num_tokens: int,
+        full_tables: Sequence[BlockTable] = (),
+    ) -> None:
         self.num_tokens = num_tokens
         self.prepared: dict[Any, Any] = {}
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
@@ -178,6 +57,11 @@ class Writes:
         for ids, offset in zip(self._ids, self._offsets, strict=True):
             if len(ids) * BLOCK_SIZE < offset + num_tokens:
                 raise BrokenInvariant("a step was run without reserving its blocks")
+        self.filled = [
+            Filled(ids[at - first], table.block_id(at))
+            for ids, table, first, length in zip(self._ids, full_tables, firsts, lengths, strict=False)
+            for at in range(first, (length + num_tokens) // BLOCK_SIZE)
+        ]
 
     @property
     def rows(self) -> list[list[int]]:
@@ -249,11 +133,50 @@ class Writes:
 Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
+Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
+
+
+def step_reads(
+    groups: Sequence[GroupSpec], computed: Sequence[bool], tables: Tables, lengths: Sequence[int], num_tokens: int
+) -> list[Reads | None]:
+    """Reads by cache group; None for those not `computed`, and for open blocks, which belong to the group before."""
+    return [
+        Reads(_of(tables, index), lengths, num_tokens, group.window, _open_tables(tables, groups, index))
+        if is_computed and group.holds is not Holds.OPEN
+        else None
+        for index, (group, is_computed) in enumerate(zip(groups, computed, strict=True))
+    ]
+
+
+def step_writes(
+    groups: Sequence[GroupSpec], computed: Sequence[bool], tables: Tables, lengths: Sequence[int], num_tokens: int
+) -> list[Writes | None]:
+    """Writes by cache group, as `step_reads`."""
+    made: list[Writes | None] = []
+    for index, (group, is_computed) in enumerate(zip(groups, computed, strict=True)):
+        own, opened = _of(tables, index), _open_tables(tables, groups, index)
+        if not is_computed or group.holds is Holds.OPEN:
+            made.append(None)
+        elif opened is None:
+            made.append(Writes(own, lengths, num_tokens))
+        else:
+            made.append(Writes(opened, lengths, num_tokens, own))
+    return made
+
+
+def _of(tables: Tables, index: int) -> list[BlockTable]:
+    return [row[index] for row in tables]
+
+
+def _open_tables(tables: Tables, groups: Sequence[GroupSpec], index: int) -> list[BlockTable] | None:
+    return _of(tables, index + 1) if groups[index].holds is Holds.FULL else None
+
+
 class PagedKV(NamedTuple):
     """Keys and values for attention. `residual_kv`: a `LayerResidualKV`, or None."""
 
     arena: LayerArena
-    reads: Reads
+    reads: BlockReads
     residual_kv: Any = None
 
 
@@ -296,8 +219,14 @@ class StepCache:
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that skips it")
-        self._put(self._writes, self.arena, keys, values)
+        self._append(self._writes, keys, values)
         return PagedKV(self.arena, self._reads)
+
+    def _append(self, writes: Writes, keys: mx.array, values: mx.array | None) -> None:
+        """Write a step's keys and values; pack blocks that they fill."""
+        self._put(writes, self.arena.open or self.arena, keys, values)
+        if writes.filled:
+            self.arena.seal(*zip(*writes.filled, strict=True))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append as mlx-lm's caches do, but return handles."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -12,9 +12,12 @@ import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.kv.packed import Packed, dequantise, quantise
-from agentcache.kv.packing import Packing, Plain, Quantisation
-from agentcache.kv.step_cache import PagedKV, Reads
+from agentcache.kv.by_channel import product_by_channel
+from agentcache.kv.packed import PackedBlocks, dequantise, quantise
+from agentcache.kv.packed_arrays import Packed
+from agentcache.kv.packing import ByChannel, Packing, Plain, Quantisation
+from agentcache.kv.reads import BlockReads, Reads
+from agentcache.kv.step_cache import PagedKV
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused
 from agentcache.models.fused import read_by_kernels
@@ -57,21 +60,86 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
     """`paged_attention` by MLX's operations: the specification of every kernel."""
-    keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
-    assert values is not None  # MLA reads its latent itself
+    reads = kv.reads
+    if isinstance(reads, Reads) and reads.in_segments:
+        return _by_segments(queries, kv, reads, options)
     if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
-        ids = reads.blocks.ids
-        return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, kv.arena)
-    k = unpack_for(queries, keys, reads)
-    v = unpack_for(queries, values, reads)
-    attended = flash_attention(queries, k, v, reads, options)
-    if reads.begins_early:
+        return packed_attention(queries, *gather(kv.arena, reads), reads, options)
+    return _flash(queries, kv, options)
+
+
+def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
+    assert kv.arena.values is not None  # MLA reads its latent itself
+    keys, values = (unpack_for(queries, side, kv.reads) for side in (kv.arena.keys, kv.arena.values))
+    attended = flash_attention(queries, keys, values, kv.reads, options)
+    if kv.reads.begins_early:
         mx.async_eval(attended)
     return attended
 
 
+def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: AttentionOptions) -> mx.array:
+    """Attention of queries that read their own block in its open form, all blocks before it in the full one."""
+    full: tuple[mx.array, mx.array] | None = None
+    parts = []
+    for start, stop, reads in step.segments:
+        own = queries[:, :, start:stop]
+        if reads_packed(stop - start, reads.batch_size, options.softcap):
+            parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))
+            continue
+        full = full or _unpack_full(kv.arena, step, queries.dtype)
+        keys, values = (_with_open(each, side, step, reads) for each, side in zip(full, kv.arena.both, strict=True))
+        parts.append(flash_attention(own, keys, values, reads, options))
+    attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    if step.begins_early:
+        mx.async_eval(attended)
+    return attended
+
+
+def _unpack_full(arena: LayerArena, step: Reads, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    keys, values = (
+        joined_blocks([dequantise(side.gather(step.full_ids), side.quantisation, dtype)]) for side in arena.both
+    )
+    return keys, values
+
+
+def _with_open(full: mx.array, side: SideArena, step: Reads, reads: BlockReads) -> mx.array:
+    """Keys or values of one segment, [1, H_kv, T, D], of those in all full blocks that the step reads."""
+    begin = reads.key_start - step.key_start
+    open_ids = reads.blocks.open_ids
+    if open_ids is None:
+        return full[:, :, begin : begin + reads.num_keys]
+    assert side.open is not None
+    own = joined_blocks([dequantise(side.open.gather(open_ids), side.open.quantisation, full.dtype)])
+    return mx.concatenate(
+        [full[:, :, begin : begin + reads.open_end], own[:, :, : reads.num_keys - reads.open_end]], axis=2
+    )
+
+
+def gather(arena: LayerArena, reads: BlockReads) -> tuple[list[PackedBlocks], list[PackedBlocks]]:
+    """Keys and values of `reads.blocks`, in their order."""
+    keys, values = (gather_side(side, reads) for side in arena.both)
+    return keys, values
+
+
+def gather_side(side: SideArena, reads: BlockReads) -> list[PackedBlocks]:
+    made, blocks = [], reads.blocks
+    if blocks.ids.size:
+        made.append(PackedBlocks(side.gather(blocks.ids), side.quantisation))
+    if blocks.open_ids is not None:
+        assert side.open is not None
+        made.append(PackedBlocks(side.open.gather(blocks.open_ids), side.open.quantisation))
+    return made
+
+
+def joined_blocks(blocks: Sequence[mx.array]) -> mx.array:
+    """[num_blocks, H, 256, D] of one row to [1, H, num_blocks * 256, D]."""
+    joined = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
+    _, heads, _, dim = joined.shape
+    return joined.swapaxes(0, 1).reshape(1, heads, -1, dim)
+
+
 def flash_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, reads: Reads, options: AttentionOptions
+    queries: mx.array, keys: mx.array, values: mx.array, reads: BlockReads, options: AttentionOptions
 ) -> mx.array:
     """Attention of one row's queries [1, H_q, n, D] over KV [1, H_kv, T, D]."""
     mask: str | mx.array = "causal" if reads.window is None else reads.mask[:, None, :, : keys.shape[2]]
@@ -79,7 +147,7 @@ def flash_attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
-def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
+def unpack_for(queries: mx.array, side: SideArena, reads: BlockReads) -> mx.array:
     """`unpack_row` in the type of `queries`, by a kernel if usable."""
     if fused.why_none():
         return unpack_row(side, reads, queries.dtype)
@@ -88,40 +156,37 @@ def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
     return fused.unpacked(side, reads, repeats, queries.dtype, by_operations)
 
 
-def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
+def unpack_row(side: SideArena, reads: BlockReads, dtype: mx.Dtype) -> mx.array:
     """One row's keys or values up to the end of the step, [1, H_kv, T, D]."""
-    blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
-    heads, dim = blocks.shape[1], blocks.shape[3]
-    return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]
+    blocks = [dequantise(*each, dtype) for each in gather_side(side, reads)]
+    return joined_blocks(blocks)[:, :, : reads.num_keys]
 
 
 def packed_attention(
     queries: mx.array,
-    keys: Packed,
-    values: Packed,
-    reads: Reads,
+    keys: Sequence[PackedBlocks],
+    values: Sequence[PackedBlocks],
+    reads: BlockReads,
     options: AttentionOptions,
-    arena: LayerArena,
     added: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
     """`paged_attention` on packed blocks, merged in float32 as in flash-decoding.
 
     Args:
-        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena` (latents as its keys).
+        keys, values: of `reads.blocks`, in their order.
         added: makes an addition to the values' sums, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
             repeats, n, 256].
     """
     batch, num_heads, num_tokens, _ = queries.shape
-    kv_heads = keys.data.shape[1]
+    kv_heads = keys[0].packed.data.shape[1]
     grouped = (kv_heads, num_heads // kv_heads, num_tokens)
     merged = (kv_heads, grouped[1] * num_tokens)
-    blocks, of_keys = reads.blocks, arena.keys.quantisation
-    of_values = of_keys if arena.values is None else arena.values.quantisation
+    blocks = reads.blocks
 
     q = blocks.spread((queries.astype(mx.float32) * options.scale).reshape(batch, *merged, -1))
-    scores = packed_product(q, keys, of_keys, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
+    scores = product_with(q, keys, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
     weights, total = _softmax(scores, reads, options)
-    out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, of_values, transpose=False)
+    out = product_with(weights.reshape(-1, *merged, BLOCK_SIZE), values, transpose=False)
     out = blocks.sum(out)
     if added is not None:
         out = out + added(weights)
@@ -129,7 +194,7 @@ def packed_attention(
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 
-def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
+def _softmax(scores: mx.array, reads: BlockReads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
     scores = scores + reads.block_bias
@@ -149,11 +214,23 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8
 
 
+def product_with(x: mx.array, blocks: Sequence[PackedBlocks], *, transpose: bool) -> mx.array:
+    """`packed_product` with blocks of several packings, one after the other."""
+    made, begin = [], 0
+    for each in blocks:
+        end = begin + len(each.packed.data)
+        made.append(packed_product(x[begin:end], *each, transpose=transpose))
+        begin = end
+    return made[0] if len(made) == 1 else mx.concatenate(made)
+
+
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
     `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round.
     """
+    if isinstance(quantisation, ByChannel):
+        return product_by_channel(x, packed, quantisation.bits)  # of keys
     # MLX's kernel is checked once: some are missing or wrong. On CUDA, compiling it would block serving.
     if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)

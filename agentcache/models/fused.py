@@ -23,10 +23,12 @@ import mlx.core as mx
 
 from agentcache.errors import ConfigError
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.kv.packed import LARGEST_VALUE, Packed, dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packed_arrays import LARGEST_VALUE, Packed
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
+from agentcache.kv.reads import BlockReads
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedKV, Put, Reads, Writes
+from agentcache.kv.step_cache import PagedKV, Put, Writes
 from agentcache.metal_kernels import kernel_text
 from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.decode import PreparedDecode, prepare
@@ -135,7 +137,7 @@ class Attended(NamedTuple):
     softcap: float | None
     has_sinks: bool
 
-    def prepare(self, reads: Reads) -> PreparedDecode | None:
+    def prepare(self, reads: BlockReads) -> PreparedDecode | None:
         if not usable(self.shape).right:
             return None
         return prepare(_plan(self.shape, reads), self.shape, self.scale, self.softcap, self.has_sinks)
@@ -166,17 +168,17 @@ def attention(
 
 
 def unpacked(
-    side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
+    side: SideArena, reads: BlockReads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
     """`unpack_row` by a kernel, or by `reference`."""
-    if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
+    if side.open is not None or not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     data, scales, biases = side.arrays()
     made = unpack((data, scales, biases), row_ids(reads), reads.num_keys, dtype, side.written)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
-def row_ids(reads: Reads) -> mx.array:
+def row_ids(reads: BlockReads) -> mx.array:
     """Slots that one row reads, int32 [n]."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
@@ -361,7 +363,7 @@ def _warn(text: str) -> None:
     log.warning(text)
 
 
-def _plan(shape: HeadShape, reads: Reads) -> DecodePlan:
+def _plan(shape: HeadShape, reads: BlockReads) -> DecodePlan:
     key = "plan", shape.queries_per_head, shape.staged.size * shape.dim
     if key not in reads.prepared:
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)

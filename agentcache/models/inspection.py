@@ -14,7 +14,16 @@ import mlx.nn as nn
 
 from agentcache.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, KVCache, RotatingKVCache, make_prompt_cache
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, LayerPacking, Packing, Plain, Precision, quantisation_for
+from agentcache.kv.packing import (
+    UNQUANTISED_BITS,
+    ByChannel,
+    LayerBits,
+    LayerPacking,
+    Packing,
+    Plain,
+    Precision,
+    quantisation_for,
+)
 from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, make_groups
 from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
 from agentcache.models.mla import Latent, latent_of
@@ -77,9 +86,13 @@ class Inspection:
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
         """Packing of each layer. Raises UnsupportedModel."""
-        layers = zip(self.precision.layers, self.dtypes, strict=True)
+        layers = zip(self.precision.layers, self.dtypes, self.layers, strict=True)
         return tuple(
-            LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
+            LayerPacking(
+                ByChannel(bits.keys) if bits.by_channel and layer.value_dim else self._packing(bits.keys, dtype),
+                self._packing(bits.values, dtype),
+            )
+            for bits, dtype, layer in layers
         )
 
     def _packing(self, bits: int, dtype: mx.Dtype) -> Packing:

@@ -187,7 +187,7 @@ class Footprint:
     def _kinds(self) -> set[_LayerKind]:
         return {
             _LayerKind.of(layer, group.packing)
-            for group in self.spec.groups
+            for group in self.spec.lasting_groups
             if group.packing is not None
             for layer in group.layers
         }

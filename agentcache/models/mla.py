@@ -18,8 +18,10 @@ import mlx.nn as nn
 
 from agentcache.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.packed import Packed
-from agentcache.kv.step_cache import Handle, PagedKV, Reads, StepCache
+from agentcache.kv.packed import PackedBlocks
+from agentcache.kv.packed_arrays import Packed
+from agentcache.kv.reads import BlockReads
+from agentcache.kv.step_cache import Handle, PagedKV, StepCache
 from agentcache.metal_kernels.decode_plan import StepRows
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, PreparedLatents, prepare_latents
@@ -152,7 +154,8 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
     latent = _leading(packed, q_latent.shape[-1], kv)
-    return packed_attention(queries, packed, latent, kv.reads, AttentionOptions(scale), kv.arena)
+    keys, values = ([PackedBlocks(each, side.quantisation)] for each in (packed, latent))
+    return packed_attention(queries, keys, values, kv.reads, AttentionOptions(scale))
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
@@ -169,7 +172,7 @@ class AttendedLatents(NamedTuple):
     scale: float
     rope_scale: float
 
-    def prepare(self, reads: Reads) -> PreparedLatents | None:
+    def prepare(self, reads: BlockReads) -> PreparedLatents | None:
         if not usable(self.shape).right:
             return None
         return prepare_latents(_latent_plan(reads), self.shape, self.scale, self.rope_scale)
@@ -214,7 +217,7 @@ def unpack_latents(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
-def _latent_plan(reads: Reads) -> LatentPlan:
+def _latent_plan(reads: BlockReads) -> LatentPlan:
     if "latents" not in reads.prepared:
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
         reads.prepared["latents"] = LatentPlan(StepRows(ids, bases, lengths, reads.num_tokens, reads.window))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.nn as nn
 
 from agentcache.api.start_progress import Measuring, StartProgress
-from agentcache.kv.packing import BITS, LayerBits, Packing, Plain, Precision
+from agentcache.kv.packing import BITS, LayerBits, Packing, Precision
 from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
@@ -145,8 +145,7 @@ def _sizes(inspection: Inspection, bits: LayerBits) -> list[float]:
 
 
 def _bytes(packing: Packing, dim: int) -> float:
-    scales = 0.0 if isinstance(packing, Plain) else 32 / packing.group_size
-    return dim * (packing.bits + scales) / 8
+    return dim * packing.bits_a_value / 8
 
 
 class Measured:

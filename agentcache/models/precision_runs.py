@@ -17,7 +17,8 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Precision
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import StepCache, Writes
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.step import CurrentStep, StepInputs, make_caches
@@ -139,7 +140,9 @@ class PrecisionRuns:
         for layer, packing in zip(inspection.layers, inspection.packings, strict=True):
             arena = LayerArena(layer, packing)
             arena.grow(len(table.block_ids))
-            caches.append(StepCache(arena, Reads([table], [0], count, layer.window), Writes([table], [0], count), 0))
+            opened = None if arena.open is None else [table]
+            reads = Reads([table], [0], count, layer.window, opened)
+            caches.append(StepCache(arena, reads, Writes([table], [0], count, opened or ()), 0))
         ids = mx.array([text])
         with self._current.of(StepInputs(ids, [0], all_logits=True)):
             return self._model(ids, cache=inspection.caches(caches, make_caches(None, inspection.recurrent)))

@@ -23,8 +23,9 @@ from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.step_cache import StepCache, Writes
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked, observing
 from agentcache.models.mla import rounded_latents

@@ -10,11 +10,12 @@ from weakref import proxy
 
 import mlx.core as mx
 
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, Holds
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.kv.arena import TensorArena, has_due, take_due
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import CacheSpec
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.step_cache import StepCache, Tables, Writes, step_reads, step_writes
 from agentcache.models.arenas import BaseArenas, Slots
 from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
@@ -25,8 +26,6 @@ from agentcache.models.step_traces import StepTraces
 from agentcache.system.malloc import give_back_freed
 
 _LONG_STEP = 512  # tokens; longer on the device than in Python
-
-Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 
 
 @dataclass(eq=False)
@@ -67,7 +66,12 @@ class ModelRunner:
             loaded.spec, pools, lambda: own.wait(), lambda: own.evaluate(), snapshots, room=room, measures=measures
         )
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
-        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.base.groups) for layer in arena.layers}
+        owners = {
+            layer.layer: (group, layer)
+            for group, arena in enumerate(self.base.groups)
+            for layer in arena.layers
+            if arena.spec.holds is not Holds.OPEN
+        }
         self._layers = [owners[layer] for layer in loaded.inspection.layers]  # in the model's order
         pairs = zip(loaded.inspection.layers, loaded.inspection.latents, strict=True)
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
@@ -83,21 +87,18 @@ class ModelRunner:
         self.forward_tokens = 0
 
     def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
-        """Block reads of a step by cache group; None below layer `cut`.
+        """Block reads of a step by cache group; None below layer `cut`, and for groups of open blocks.
 
         `tables` have the step's tokens reserved; below `cut` they may begin anywhere.
         """
-        return [
-            Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
-            for index, (arena, end) in enumerate(zip(self.base.groups, self._layer_ends, strict=True))
-        ]
+        return step_reads([arena.spec for arena in self.base.groups], self._computed(cut), tables, lengths, num_tokens)
 
     def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
         """Writes of a step, as `reads`, maybe to other tables."""
-        return [
-            Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
-            for index, end in enumerate(self._layer_ends)
-        ]
+        return step_writes([arena.spec for arena in self.base.groups], self._computed(cut), tables, lengths, num_tokens)
+
+    def _computed(self, cut: int) -> list[bool]:
+        return [end > cut for end in self._layer_ends]
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
         """Open residual KV that follows `pools` until `close_residual`."""

@@ -14,8 +14,9 @@ import mlx.nn as nn
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.compat import ArraysCache
 from agentcache.errors import BrokenInvariant
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import RecurrentSpec, StateTensor
-from agentcache.kv.step_cache import Reads, Writes
+from agentcache.kv.step_cache import Writes
 from agentcache.models.adapters import AdapterRows, RowAdapter
 
 if TYPE_CHECKING:

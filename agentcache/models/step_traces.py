@@ -18,7 +18,8 @@ import mlx.core as mx
 
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.step_cache import Put, Reads, StepCache, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import Put, StepCache, Writes
 from agentcache.metal_kernels.decode import PreparedDecode
 from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device

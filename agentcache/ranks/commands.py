@@ -19,7 +19,8 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable, Copy
 from agentcache.errors import BrokenInvariant, RankLost
 from agentcache.kv.block_layout import Array
-from agentcache.kv.step_cache import Reads, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
 from agentcache.store.block_file import BlockHeader

@@ -12,7 +12,8 @@ import numpy as np
 
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.kv.step_cache import Reads, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import Writes
 from agentcache.models.adapters import Adapter, AdapterContent, AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from agentcache.client import Client
-from agentcache.kv.packed import Packed, dequantise
+from agentcache.kv.packed import dequantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import PARTS, Quantisation
 from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log

@@ -10,7 +10,8 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.packed import Packed, dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 

@@ -13,7 +13,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.packing import PARTS
-from agentcache.kv.step_cache import Reads
+from agentcache.kv.reads import Reads
 from tests.examples import examples
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step
 

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.packed import Packed, dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import Quantisation
 from tests.kv.arena_cases import Q32, Q64, random
 

@@ -7,7 +7,8 @@ import pytest
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import StepCache, Writes
 from tests.kv.cache_cases import DIM, HEADS, Desk
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import RaggedBlocks, Reads, Writes
+from agentcache.kv.reads import RaggedBlocks, Reads
+from agentcache.kv.step_cache import Writes
 
 
 def plan(lengths: list[int], num_tokens: int = 1, window: int | None = None) -> Reads:

@@ -11,7 +11,8 @@ import pytest
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.packed import Packed, dequantise
+from agentcache.kv.packed import dequantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV

@@ -14,8 +14,9 @@ import pytest
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import Quantisation
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import Handle, PagedKV, Reads, Writes
+from agentcache.kv.step_cache import Handle, PagedKV, Writes
 from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.models import fused

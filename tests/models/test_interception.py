@@ -15,8 +15,9 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import Quantisation
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.step_cache import StepCache, Writes
 from agentcache.models.interception import attention, intercept
 from agentcache.models.layers import observe, observing
 from tests.models import zoo

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.packed import Packed, dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.models import attention as module

@@ -17,7 +17,8 @@ from mlx_lm.utils import load_model
 
 from agentcache import compat
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.step_cache import PagedKV, Reads, StepCache
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.models import attachment, interception, mla, proof
 from agentcache.models.attachment import host, host_in_pieces
 from agentcache.models.attention import AttentionOptions

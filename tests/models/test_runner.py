@@ -8,7 +8,8 @@ import pytest
 
 from agentcache.blocks.pool import Copy
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import StepCache, Writes
 from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockTable, Copy
 from agentcache.errors import BrokenInvariant, RankLost
-from agentcache.kv.step_cache import Reads, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
 from agentcache.ranks.commands import (

@@ -15,8 +15,9 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.kv.arena import LayerArena, SideArena, TensorArena
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.reads import Reads
 from agentcache.kv.spec import CacheSpec
-from agentcache.kv.step_cache import Reads, Writes
+from agentcache.kv.step_cache import Writes
 from agentcache.models.arenas import CacheArenas
 
 LARGEST_FLOAT16 = 65504.0

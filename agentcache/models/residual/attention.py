@@ -8,23 +8,26 @@ Rows run one by one, a few blocks at a time; the softmax is merged (arXiv 1805.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise
-from agentcache.kv.step_cache import PagedKV, Reads
+from agentcache.kv.reads import BlockReads
+from agentcache.kv.step_cache import PagedKV
 from agentcache.models import fused
 from agentcache.models.attention import (
     MAX_PACKED_QUERIES,
     AttentionOptions,
     by_definition,
     flash_attention,
+    gather,
     packed_attention,
     packed_product,
     paged_attention,
@@ -40,6 +43,15 @@ def overlaid_attention(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
     """`paged_attention` with residuals in some rows."""
+    if arena.open is None:
+        return _overlaid(queries, arena, residual_kv, options)
+    parts = [_overlaid(queries[:, :, start:stop], arena, part, options) for start, stop, part in residual_kv.segments()]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _overlaid(
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
+) -> mx.array:
     if acts_on_values(queries.shape[2], residual_kv, options):
         return attention_on_values(queries, arena, residual_kv, options)
     done = []
@@ -63,8 +75,8 @@ def _by_operations(
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
         # A row's memory is free before the next begins.
-        ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
-        done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
+        q = q if not done else mx.depends([q], [done[-1]])[0]
+        done.append(_row_attention(q, arena, row, options)[None].astype(queries.dtype))
     return mx.concatenate(done[len(before) :])
 
 
@@ -78,19 +90,40 @@ class _Sums:
     residuals: mx.array | None
 
 
-def _row_attention(
-    q: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, options: AttentionOptions
-) -> mx.array:
-    """Float32 [H_q, n, D_v] of scaled queries [H_q, n, D_k]; `ids` are base's slots."""
+class _Piece(NamedTuple):
+    """Some of a row's blocks: base's slots, among open blocks or not, int32 [n]."""
+
+    span: slice
+    ids: mx.array
+    is_open: bool = False
+
+    def of(self, side: SideArena) -> SideArena:
+        if not self.is_open:
+            return side
+        assert side.open is not None
+        return side.open
+
+
+def _pieces(reads: BlockReads, num_queries: int) -> Iterator[_Piece]:
+    blocks = reads.blocks
+    count = blocks.ids.shape[0]
+    size = piece_blocks(count, num_queries) if count else 1
+    for begin in range(0, count, size):
+        yield _Piece(slice(begin, begin + size), blocks.ids[begin : begin + size])
+    if blocks.open_ids is not None:
+        yield _Piece(slice(count, count + 1), blocks.open_ids, is_open=True)
+
+
+def _row_attention(q: mx.array, arena: LayerArena, row: RowResidualKV, options: AttentionOptions) -> mx.array:
+    """Float32 [H_q, n, D_v] of scaled queries [H_q, n, D_k]."""
     assert arena.values is not None  # MLA has no residuals
     num_heads, num_tokens, _ = q.shape
     kv_heads = arena.keys.num_heads
     grouped = q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)
     sums = _nothing(grouped, arena.values.dim, row, options)
-    size = piece_blocks(ids.shape[0], num_heads * num_tokens)
-    for begin in range(0, ids.shape[0], size):
-        piece = slice(begin, begin + size)
-        sums = _read(grouped, arena, row, mx.depends([ids[piece]], [sums.total])[0], piece, sums, options)
+    for piece in _pieces(row.reads, num_heads * num_tokens):
+        after = piece._replace(ids=mx.depends([piece.ids], [sums.total, q])[0])
+        sums = _read(grouped, arena, row, after, sums, options)
     out = sums.values
     if sums.residuals is not None and row.matrices.value_b is not None:
         out = out + sums.residuals @ row.matrices.value_b[:, None]
@@ -111,21 +144,20 @@ def _read(
     grouped: mx.array,
     arena: LayerArena,
     row: RowResidualKV,
-    ids: mx.array,
-    piece: slice,
+    piece: _Piece,
     sums: _Sums,
     options: AttentionOptions,
 ) -> _Sums:
     assert arena.values is not None
-    residual_ids = row.residual_ids[piece]
-    scores = _scores(grouped, arena, row, ids, residual_ids, piece)
+    residual_ids = row.residual_ids[piece.span]
+    scores = _scores(grouped, arena, row, piece)
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
-    scores = mx.where(row.reads.block_mask[piece, None, None], scores, _MASKED)
+    scores = mx.where(row.reads.block_mask[piece.span, None, None], scores, _MASKED)
     peak = mx.maximum(sums.peak, scores.max(axis=(0, -1))[..., None])
     weights, fading = mx.exp(scores - peak), mx.exp(sums.peak - peak)
     merged = weights.reshape(*weights.shape[:2], -1, BLOCK_SIZE)
-    values = _product(merged, arena.values, ids, grouped.shape[2], transpose=False).sum(axis=0)
+    values = _product(merged, piece.of(arena.values), piece.ids, grouped.shape[2], transpose=False).sum(axis=0)
     residuals = None
     if sums.residuals is not None and row.value_a is not None:
         low_rank = row.value_a.array[residual_ids].astype(mx.float32)[:, None]
@@ -138,21 +170,20 @@ def _read(
     )
 
 
-def _scores(
-    grouped: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, residual_ids: mx.array, piece: slice
-) -> mx.array:
+def _scores(grouped: mx.array, arena: LayerArena, row: RowResidualKV, piece: _Piece) -> mx.array:
     """Float32 [blocks, H_kv, g, n, 256]."""
+    ids, keys, residual_ids = piece.ids, piece.of(arena.keys), row.residual_ids[piece.span]
     heads, shared_by, num_tokens, dim = grouped.shape
     queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
-    scores = _product(queries, arena.keys, ids, num_tokens, transpose=True)
+    scores = _product(queries, keys, ids, num_tokens, transpose=True)
     if row.key_a is not None and row.matrices.key_b is not None:
         low_rank = row.key_a.array[residual_ids].astype(mx.float32)
         delta = (low_rank @ row.matrices.key_b).reshape(*low_rank.shape[:2], heads, dim)
-        starts, agent = mx.array(row.reads.blocks.starts[piece], mx.int32), None
+        starts, agent = mx.array(row.reads.blocks.starts[piece.span], mx.int32), None
         if row.key_norms is not None:
             norms = row.key_norms.array[residual_ids].astype(mx.float32)
             without = norms[..., 0]
-            agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(arena.keys, row, ids, without, delta, starts)
+            agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(keys, row, ids, without, delta, starts)
             # Unwritten places hold zeros: masked, but must not become infinite.
             ratio = mx.where(without > 0, agent / mx.maximum(without, SMALLEST_FACTOR), 0).swapaxes(1, 2)
             scores = scores * ratio[:, :, None]
@@ -200,13 +231,12 @@ def _of_few_tokens(
 ) -> mx.array:
     assert arena.values is not None
     reads = residual_kv.reads
-    keys, values = arena.keys.gather(reads.blocks.ids), arena.values.gather(reads.blocks.ids)
-    return packed_attention(queries, keys, values, reads, options, arena, partial(_added, residual_kv, reads))
+    added = partial(_added, residual_kv, reads)
+    return packed_attention(queries, *gather(arena, reads), reads, options, added)
 
 
-def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
+def _added(residual_kv: LayerResidualKV, reads: BlockReads, weights: mx.array) -> mx.array:
     _, heads, shared_by, num_tokens, _ = weights.shape
-    ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
     of_rows = {row.row: row for row in residual_kv.rows}
     made: list[mx.array | None] = []
     for place in range(reads.batch_size):
@@ -215,7 +245,7 @@ def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.
             made.append(None)
             continue
         low_rank = row.value_a.array[row.residual_ids].astype(mx.float32)
-        own = weights[ends[place] : ends[place + 1]].moveaxis(0, 3).reshape(heads * shared_by * num_tokens, -1)
+        own = weights[mx.array(reads.blocks.of_rows[place])].moveaxis(0, 3).reshape(heads * shared_by * num_tokens, -1)
         sums = (own @ low_rank.reshape(own.shape[1], -1)).reshape(heads, shared_by * num_tokens, -1)
         made.append(sums @ row.matrices.value_b)
     nothing = mx.zeros_like(next(each for each in made if each is not None))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import TensorArena
-from agentcache.kv.step_cache import Reads
+from agentcache.kv.reads import BlockReads, Reads, Segment
 from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 
 Rope = Callable[..., mx.array]
@@ -111,7 +111,7 @@ class RowResidualKV:
     """One residual row in one layer; `residual_ids` are the slots beside the blocks read, int32 [num_blocks]."""
 
     row: int
-    reads: Reads
+    reads: BlockReads
     residual_slots: Sequence[int]
     residual_ids: mx.array
     form: KeyForm
@@ -119,6 +119,12 @@ class RowResidualKV:
     key_a: TensorArena | None
     key_norms: TensorArena | None
     value_a: TensorArena | None
+
+    def within(self, reads: BlockReads) -> RowResidualKV:
+        """The same row with a part of its reads."""
+        begin = (reads.key_start - self.reads.key_start) // BLOCK_SIZE
+        own = slice(begin, begin + -(-reads.num_keys // BLOCK_SIZE))
+        return replace(self, reads=reads, residual_slots=self.residual_slots[own], residual_ids=self.residual_ids[own])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +135,19 @@ class LayerResidualKV:
     """
 
     plain: mx.array
-    plain_reads: Reads | None
+    plain_reads: BlockReads | None
     rows: Sequence[RowResidualKV]
     order: mx.array
-    reads: Reads
+    reads: BlockReads
+
+    def segments(self) -> Iterator[tuple[int, int, LayerResidualKV]]:
+        """The step's tokens by `Reads.segments`; each part reads open blocks from their own slots."""
+        plain = _segments_of(self.plain_reads)
+        of_rows = [_segments_of(row.reads) for row in self.rows]
+        for index, (start, stop, reads) in enumerate(_segments_of(self.reads)):
+            rows = [row.within(segments[index].reads) for row, segments in zip(self.rows, of_rows, strict=True)]
+            yield start, stop, replace(self, plain_reads=plain[index].reads if plain else None, rows=rows, reads=reads)
+
+
+def _segments_of(reads: BlockReads | None) -> list[Segment]:
+    return reads.segments if isinstance(reads, Reads) else []

@@ -17,7 +17,8 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.step_cache import PagedKV, Put, Reads, StepCache, Writes
+from agentcache.kv.reads import Reads
+from agentcache.kv.step_cache import PagedKV, Put, StepCache, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapters import AdapterWeights
 from agentcache.models.residual.arenas import LARGEST_FLOAT16, ResidualArenas, StepMeasures
@@ -285,7 +286,7 @@ class OverlaidStepCache(StepCache):
             raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
         if self._writes is not None:
             written = keys[self._rows.writer_places], values[self._rows.writer_places]
-            self._put(self._writes, self.arena, *written)
+            self._append(self._writes, *written)
             if self._measures is not None:
                 self._measures.note_written(self._group, self.arena, *written)
         self._rows.write(self.arena.layer.index)

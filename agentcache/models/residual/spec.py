@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agentcache.blocks.pool import Holds
 from agentcache.kv.spec import POSITION, CacheSpec, GroupSpec, TensorSpec
 from agentcache.models.adapter_files import LowRank, ModuleName
 
@@ -97,7 +96,7 @@ def key_norms_name(layer: int) -> str:
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
-    for group in (each for each in base.groups if each.holds is not Holds.OPEN):  # its partner has the layers
+    for group in base.lasting_groups:
         tensors = [
             tensor
             for layer in group.layers

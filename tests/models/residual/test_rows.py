@@ -13,7 +13,7 @@ import pytest
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import Reads
+from agentcache.kv.reads import Reads
 from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual.rows import ResidualRow, ResidualRows
