@@ -14,7 +14,7 @@ from agentcache.kv.spec import GroupSpec
 
 def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
     blocks = -(-num_tokens // BLOCK_SIZE)
-    if group.kind is GroupKind.STATE:
+    if group.kind in (GroupKind.STATE, GroupKind.OPEN):
         return group.bytes_per_block
     if group.kind is GroupKind.OPEN:
         return group.bytes_per_block * min(blocks, OPEN_BLOCKS)

@@ -71,7 +71,7 @@ def _layers(
     model: nn.Module, seen: Inspection, config: dict[str, Any]
 ) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
     spec = seen.spec(config["model_type"], config)
-    kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
+    kinds = {layer: describe_group(group).kind for group in spec.lasting_groups for layer in group.layers}
     modules = target_modules(model.layers, seen)
     for layer, latent, dtype, packing in zip(seen.layers, seen.latents, seen.dtypes, seen.packings, strict=True):
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"

@@ -121,7 +121,8 @@ class _RoundTripCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._nope is None:
-            new = [round_trip(keys, self._packing.keys), round_trip(values, self._packing.values)]
+            packing = self._packing.while_open or self._packing  # no row fills a block
+            new = [round_trip(keys, packing.keys), round_trip(values, packing.values)]
         else:
             from_latent, roped = mx.split(keys, [self._nope], axis=-1)
             new = [mx.concatenate([from_latent, round_trip(roped, self._packing.keys)], axis=-1), values]
@@ -246,7 +247,7 @@ class Proof:
             _ShortCache(
                 layer.window,
                 arena,
-                Reads(tables, lengths, step.num_tokens, spec.window),
+                Reads(tables, lengths, step.num_tokens, spec.window, None if arena.open is None else tables),
                 Writes(tables, lengths, step.num_tokens),
                 offset,
             )

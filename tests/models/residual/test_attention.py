@@ -166,7 +166,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "B of the keys split wrongly by heads": spoilt(
         "low_rank @ row.matrices.key_b", "low_rank @ row.matrices.key_b[:, ::-1]"
     ),
-    "rope from the row's first block on": spoilt("row.reads.blocks.starts[piece]", "[0]"),
+    "rope from the row's first block on": spoilt("row.reads.blocks.starts[piece.span]", "[0]"),
     "values without what fades": spoilt("sums.residuals * fading", "sums.residuals"),
     "the first block's residuals for all": spoilt(
         "row.value_a.array[residual_ids]", "row.value_a.array[row.residual_ids[:1]]"
