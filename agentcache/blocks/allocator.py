@@ -16,7 +16,6 @@ from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
 _GROWTH = 0.5
 _MIN_GROWTH_BLOCKS = 4
-OPEN_BLOCKS = 2  # of a request: the open block, and the last one that the step under way reaches
 
 
 def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
@@ -26,8 +25,6 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 def most_blocks(group: Group, at_once: int = BLOCK_SIZE) -> int | None:
     """Most slots of one request, if a step computes `at_once` tokens; None if they grow with its tokens."""
-    if group.holds is Holds.OPEN:
-        return OPEN_BLOCKS
     return None if group.window is None else window_blocks(group.window, at_once)
 
 

@@ -1,7 +1,7 @@
 """Slots of open blocks, in groups that do not hold full ones.
 
-A table has a slot for the block that is open, and for the last one that a step reaches. Blocks between them are filled
-and sealed within the step, and have none.
+A table has slots for the block that is open, and for those after it that a step reaches: the step seals the blocks that
+it fills.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ class OpenBlocks:
     def __contains__(self, index: int) -> bool:
         return index in self._groups
 
-    def reserve(self, index: int, table: BlockTable, end: int) -> None:
-        """Allocate a slot for block `end` - 1, the last one that a step reaches. Raises OutOfBlocks."""
-        for block_id in table.drop_after(end):  # of a larger step that was not computed
-            self._pools[index].release(block_id)
+    def reserve(self, index: int, table: BlockTable, num_tokens: int, end: int) -> None:
+        """Allocate slots for the blocks from token `num_tokens` to block `end` - 1. Raises OutOfBlocks."""
         table.block_ids += [-1] * (end - table.end_block)
-        if table.has(end - 1) and not table.has_slot(end - 1):
-            table.replace(end - 1, self._allocator.allocate(index))
+        for position in range(max(table.first_block, num_tokens // BLOCK_SIZE), end):
+            if not table.has_slot(position):
+                table.replace(position, self._allocator.allocate(index))
 
     def leave(self, index: int, table: BlockTable, num_tokens: int, needed: int) -> None:
         """Release slots of sealed blocks; drop blocks before `needed`."""

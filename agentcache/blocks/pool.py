@@ -137,13 +137,6 @@ class BlockTable:
         self.block_ids[:count] = [-1] * count
         return vacated
 
-    def drop_after(self, end_block: int) -> list[int]:
-        """Drop blocks from `end_block` on; return their slots."""
-        count = max(0, end_block - self.first_block)
-        dropped = [block_id for block_id in self.block_ids[count:] if block_id >= 0]
-        del self.block_ids[count:]
-        return dropped
-
 
 @dataclass(frozen=True)
 class Copy:

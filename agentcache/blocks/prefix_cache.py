@@ -134,7 +134,7 @@ class PrefixCache:
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index, table in enumerate(sequence.tables):
             if index in self.open_blocks:
-                self.open_blocks.reserve(index, table, end)
+                self.open_blocks.reserve(index, table, sequence.num_tokens, end)
             else:
                 while table.end_block < end:
                     table.block_ids.append(self.allocator.allocate(index))

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from agentcache.api.model import CacheGroupInfo, GroupKind
-from agentcache.blocks.allocator import OPEN_BLOCKS, window_blocks
+from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import Holds
 from agentcache.kv.spec import GroupSpec
@@ -16,8 +16,6 @@ def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
     blocks = -(-num_tokens // BLOCK_SIZE)
     if group.kind in (GroupKind.STATE, GroupKind.OPEN):
         return group.bytes_per_block
-    if group.kind is GroupKind.OPEN:
-        return group.bytes_per_block * min(blocks, OPEN_BLOCKS)
     return group.bytes_per_block * (blocks if group.window is None else min(blocks, window_blocks(group.window)))
 
 

@@ -131,9 +131,7 @@ class LayerBits:
 
 
 BY_CHANNEL = LayerBits(4, 4, by_channel=True)
-BITS = {
-    str(bits): bits for bits in (LayerBits(4, 4), BY_CHANNEL, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))
-}
+BITS = {str(bits): bits for bits in (LayerBits(4, 4), BY_CHANNEL, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
 """Choices of a user by name, from the fewest."""
 
 AUTO = "auto"  # measured at load

@@ -96,9 +96,10 @@ class CacheArenas:
             self._copy(move)
 
     def _copy(self, copy: Copy) -> None:
-        if copy.reopens:
-            raise NotImplementedError
         self._wait()
+        if copy.reopens:
+            self.groups[copy.group].reopen(copy.source, copy.target)
+            return
         self.groups[copy.group].copy(copy.source, copy.target)
         if copy.group in self.measures:
             self.measures[copy.group].copy(copy.source, copy.target)
@@ -110,8 +111,10 @@ class CacheArenas:
         self.groups[group].put(block_ids, blocks)
 
     def reopen_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Pack full blocks of the partner, uint8 [n] each, into slots of the open group `group`."""
-        raise NotImplementedError
+        """Write full blocks, uint8 [n] each of the group before, into open slots."""
+        self.fit()
+        self._wait()
+        self.groups[group].put_full(block_ids, blocks)
 
     def memory(self, group: int) -> GroupMemory | None:
         """See `GroupArena.memory`. Compute nothing while it is used."""

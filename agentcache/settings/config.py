@@ -12,7 +12,7 @@ from agentcache.errors import ConfigError, InvalidRequest
 from agentcache.settings.tables import RESPONSES_AGENT, AdapterFolder
 from agentcache.system.durable import Durability
 
-KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
+KV_CHOICES = ("auto", "4", "4c", "8", "k8v4", "16")
 QUEUE_FACTOR = 16  # waiting requests per running one
 
 
