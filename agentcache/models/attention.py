@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -79,40 +79,51 @@ def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.arra
 
 def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: AttentionOptions) -> mx.array:
     """Attention of queries that read their own block in its open form, all blocks before it in the full one."""
-    full: tuple[mx.array, mx.array] | None = None
+    full = _FullBlocks(kv.arena, step, queries.dtype)
     parts = []
     for start, stop, reads in step.segments:
         own = queries[:, :, start:stop]
         if reads_packed(stop - start, reads.batch_size, options.softcap):
             parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))
-            continue
-        full = full or _unpack_full(kv.arena, step, queries.dtype)
-        keys, values = (_with_open(each, side, step, reads) for each, side in zip(full, kv.arena.both, strict=True))
-        parts.append(flash_attention(own, keys, values, reads, options))
+        else:
+            keys, values = full.with_open(reads)
+            parts.append(flash_attention(own, keys, values, reads, options))
     attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     if step.begins_early:
         mx.async_eval(attended)
     return attended
 
 
-def _unpack_full(arena: LayerArena, step: Reads, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    keys, values = (
-        joined_blocks([dequantise(side.gather(step.full_ids), side.quantisation, dtype)]) for side in arena.both
-    )
-    return keys, values
+class _FullBlocks:
+    """Keys and values of all full blocks that one row's step reads, unpacked once."""
 
+    def __init__(self, arena: LayerArena, step: Reads, dtype: mx.Dtype) -> None:
+        self._arena = arena
+        self._step = step
+        self._dtype = dtype
 
-def _with_open(full: mx.array, side: SideArena, step: Reads, reads: BlockReads) -> mx.array:
-    """Keys or values of one segment, [1, H_kv, T, D], of those in all full blocks that the step reads."""
-    begin = reads.key_start - step.key_start
-    open_ids = reads.blocks.open_ids
-    if open_ids is None:
-        return full[:, :, begin : begin + reads.num_keys]
-    assert side.open is not None
-    own = joined_blocks([dequantise(side.open.gather(open_ids), side.open.quantisation, full.dtype)])
-    return mx.concatenate(
-        [full[:, :, begin : begin + reads.open_end], own[:, :, : reads.num_keys - reads.open_end]], axis=2
-    )
+    @cached_property
+    def _unpacked(self) -> list[mx.array]:
+        ids = self._step.full_ids
+        return [
+            joined_blocks([dequantise(side.gather(ids), side.quantisation, self._dtype)]) for side in self._arena.both
+        ]
+
+    def with_open(self, reads: BlockReads) -> list[mx.array]:
+        """Keys and values of one segment, [1, H_kv, T, D]."""
+        return [self._side(index, side, reads) for index, side in enumerate(self._arena.both)]
+
+    def _side(self, index: int, side: SideArena, reads: BlockReads) -> mx.array:
+        open_ids = reads.blocks.open_ids
+        num_full = reads.num_keys if open_ids is None else reads.open_end
+        begin, parts = reads.key_start - self._step.key_start, []
+        if num_full:
+            parts.append(self._unpacked[index][:, :, begin : begin + num_full])
+        if open_ids is not None:
+            assert side.open is not None
+            own = joined_blocks([dequantise(side.open.gather(open_ids), side.open.quantisation, self._dtype)])
+            parts.append(own[:, :, : reads.num_keys - num_full])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def gather(arena: LayerArena, reads: BlockReads) -> tuple[list[PackedBlocks], list[PackedBlocks]]:
