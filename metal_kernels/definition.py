@@ -13,6 +13,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 Array = NDArray[np.float64]
 # As `decode.PackedArrays`.
 PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
+GROUP_TOKENS = 64  # that share a channel's scale and bias
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
@@ -37,6 +38,36 @@ def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]
     codes = np.clip(np.rint((groups - biases[..., None]) / scales[..., None]), 0, 15).astype(np.uint32)
     words = codes.reshape(*x.shape[:-1], -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
     return words.sum(axis=-1, dtype=np.uint32), scales, biases
+
+
+def quantise_by_channel(x: np.ndarray, bits: int = 4) -> tuple[NDArray[np.uint32], np.ndarray, np.ndarray]:
+    """Pack [..., T, D] by channel, in float32: data [..., T, D*bits/32], float16 scales and biases [..., T/64, D].
+
+    A step is at least what the bias lost in rounding, so that even equal values far from 0 are right to a step, and a
+    normal float16: with a smaller scale the highest code would miss by more than a step.
+    """
+    values = np.clip(np.where(np.isnan(x), 0.0, x).astype(np.float32), np.float32(-30000), np.float32(30000))
+    groups = values.reshape(*x.shape[:-2], -1, GROUP_TOKENS, x.shape[-1])
+    low, high = groups.min(axis=-2, keepdims=True), groups.max(axis=-2, keepdims=True)
+    most = np.float32(2**bits - 1)
+    biases = low.astype(np.float16)
+    rounded = np.abs(biases.astype(np.float32) - low)
+    scales = np.maximum(np.maximum((high - low) / most, rounded), np.float32(2**-14)).astype(np.float16)
+    steps = np.rint((groups - biases.astype(np.float32)) / scales.astype(np.float32))
+    codes = np.clip(steps, 0, most).astype(np.uint8).reshape(x.shape)
+    ones = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+    data = np.packbits(ones.reshape(*x.shape[:-1], -1), axis=-1, bitorder="little").view(np.uint32)
+    return data, scales.squeeze(-2), biases.squeeze(-2)
+
+
+def unpacked_by_channel(packed: PackedNumpy, bits: int = 4) -> Array:
+    """Unpack `quantise_by_channel` to [..., T, D]."""
+    data, scales, biases = packed
+    ones = np.unpackbits(np.ascontiguousarray(data).view(np.uint8), axis=-1, bitorder="little")
+    codes = ones.reshape(*data.shape[:-1], -1, bits) @ (1 << np.arange(bits))
+    groups = codes.reshape(*scales.shape[:-1], GROUP_TOKENS, -1).astype(np.float64)
+    result: Array = (groups * scales[..., None, :] + biases[..., None, :]).reshape(codes.shape)
+    return result
 
 
 def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int, bits: int = 4) -> Array:
