@@ -11,9 +11,18 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.definition import LowRank, LowRankKeys, PackedNumpy, attention, latent_attention, row_of
+from agentcache.metal_kernels.definition import (
+    GROUP_TOKENS,
+    LowRank,
+    LowRankKeys,
+    OpenBlocks,
+    PackedNumpy,
+    attention,
+    latent_attention,
+    row_of,
+)
 from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, latent_decode
-from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope, packed_b
+from agentcache.metal_kernels.rope_tables import STEP, RopeTables, laid_out, no_rope, packed_b
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import LowRankSide, unpack_residual
 
@@ -45,6 +54,9 @@ class Case:
     pairs: int = 0
     interleaved: bool = False
     normed: bool = False
+    bits: int = 4
+    value_bits: int = 4
+    by_channel: bool = False
 
     @property
     def group_size(self) -> int:
@@ -57,7 +69,16 @@ class Case:
     @property
     def shape(self) -> HeadShape:
         kind = ResidualKind(self.value_rank, self.key_rank, self.pairs, self.interleaved, self.normed)
-        return kind.on(HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype))
+        heads = (self.dim, self.kv_heads, self.gqa, self.group_size)
+        return kind.on(HeadShape(*heads, self.dtype, self.bits, self.value_bits, self.by_channel))
+
+    def oldest(self, length: int) -> int:
+        """First position that a row's queries read."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def own_block(self, length: int) -> int:
+        """Position of a row's last block."""
+        return (length + self.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 @dataclass
@@ -73,14 +94,13 @@ class Arenas:
     sinks: np.ndarray | None = None
     residuals: LowRank | None = None
     key_residuals: LowRankKeys | None = None
+    open_blocks: OpenBlocks | None = None
 
     @classmethod
     def of(cls, case: Case) -> Arenas:
         random = np.random.default_rng(case.seed)
         counts = [-(-(length + case.num_tokens) // BLOCK_SIZE) for length in case.lengths]
-        firsts = [
-            0 if case.window is None else max(0, length - case.window + 1) // BLOCK_SIZE for length in case.lengths
-        ]
+        firsts = [case.oldest(length) // BLOCK_SIZE for length in case.lengths]
         shared = [case.prefix if count > case.prefix else 0 for count in counts]
         own = [count - first - common for count, first, common in zip(counts, firsts, shared, strict=True)]
         slots = list(map(int, random.permutation(sum(own) + case.prefix + 2)))
@@ -92,21 +112,29 @@ class Arenas:
         sinks = random.standard_normal(case.kv_heads * case.gqa) if case.sinks else None
         used = np.zeros((sum(own) + case.prefix + 2, BLOCK_SIZE), bool)
         for ids, first, length in zip(tables, firsts, case.lengths, strict=True):
-            begin = 0 if case.window is None else max(0, length - case.window + 1)
-            for token in range(begin, length + case.num_tokens):
+            end = case.own_block(length) if case.by_channel else length + case.num_tokens
+            for token in range(case.oldest(length), end):
                 used[ids[token // BLOCK_SIZE - first], token % BLOCK_SIZE] = True
         bases = [first * BLOCK_SIZE for first in firsts]
-        keys, values = (_packed(case, used, random) for _ in range(2))
+        keys = _packed(case, used, random, case.bits, case.by_channel)
+        values = _packed(case, used, random, case.value_bits)
         beside = _Beside.of(case, tables, bases, random)
+        open_blocks = _open_blocks(case, random) if case.by_channel else None
+        if case.by_channel:
+            tables = [
+                ids[: case.own_block(length) // BLOCK_SIZE - first]
+                for ids, first, length in zip(tables, firsts, case.lengths, strict=True)
+            ]
         residuals = beside.low_rank(case.value_rank) if case.value_rank else None
         key_residuals = beside.of_keys() if case.key_rank else None
-        return cls(case, tables, bases, keys, values, queries, sinks, residuals, key_residuals)
+        return cls(case, tables, bases, keys, values, queries, sinks, residuals, key_residuals, open_blocks)
 
     def plan(self) -> DecodePlan:
         case = self.case
         beside = self.residuals or (self.key_residuals and self.key_residuals.added)
         residual_ids = beside.block_ids if beside else ()
-        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window, residual_ids)
+        open_ids = self.open_blocks.block_ids if self.open_blocks else ()
+        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window, residual_ids, open_ids)
         return DecodePlan(case.shape, rows, least_saved=1)
 
     def expected(self) -> np.ndarray:
@@ -119,6 +147,8 @@ class Arenas:
             self.bases,
             case.lengths,
             scale=case.scale,
+            bits=(case.bits, case.value_bits),
+            open_blocks=self.open_blocks,
             window=case.window,
             softcap=case.softcap,
             sinks=self.sinks,
@@ -147,6 +177,8 @@ class Arenas:
             as_mlx(self.values),
             self.plan(),
             scale=case.scale,
+            open_keys=None if self.open_blocks is None else as_mlx(self.open_blocks.keys),
+            open_values=None if self.open_blocks is None else as_mlx(self.open_blocks.values),
             softcap=case.softcap,
             sinks=None if self.sinks is None else mx.array(self.sinks.astype(np.float32)),
             residuals=self.given_residuals(),
@@ -211,7 +243,7 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
+    near, far = np.arange(STEP)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
 
@@ -238,8 +270,7 @@ class _Beside:
         ids = [[slots.pop() for _ in table] for table in tables]
         used = np.zeros((count, BLOCK_SIZE), bool)
         for table, base, length in zip(ids, bases, case.lengths, strict=True):
-            begin = 0 if case.window is None else max(0, length - case.window + 1)
-            for token in range(begin, length + case.num_tokens):
+            for token in range(case.oldest(length), length + case.num_tokens):
                 used[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE] = True
         return cls(case, random, ids, used)
 
@@ -259,12 +290,39 @@ class _Beside:
         return LowRankKeys(self.low_rank(case.key_rank), norms, angles, case.interleaved)
 
 
-def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    slots = used.shape[0]
-    shape = (slots, case.kv_heads, BLOCK_SIZE)
-    data = random.integers(0, 2**32, (*shape, case.dim // 8), dtype=np.uint32)
-    scales = random.uniform(0.1, 0.4, (*shape, case.dim // case.group_size)).astype(np.float16)
-    biases = (-7.5 * scales + random.uniform(-0.3, 0.3, scales.shape)).astype(np.float16)
+def _open_blocks(case: Case, random: np.random.Generator) -> OpenBlocks:
+    """Open blocks of each row's queries, in random slots."""
+    blocks = [range(length // BLOCK_SIZE, case.own_block(length) // BLOCK_SIZE + 1) for length in case.lengths]
+    slots = list(map(int, random.permutation(sum(map(len, blocks)) + 2)))
+    used = np.zeros((len(slots), BLOCK_SIZE), bool)
+    tables = [[slots.pop() for _ in of_row] for of_row in blocks]
+    for ids, of_row, length in zip(tables, blocks, case.lengths, strict=True):
+        for slot, block in zip(ids, of_row, strict=True):
+            begin = max(0, case.oldest(length) - block * BLOCK_SIZE)
+            used[slot, begin : length + case.num_tokens - block * BLOCK_SIZE] = True
+    keys, values = (_packed(case, used, random, 8) for _ in range(2))
+    return OpenBlocks(keys, values, tables)
+
+
+def _packed(
+    case: Case, used: np.ndarray, random: np.random.Generator, bits: int, by_channel: bool = False
+) -> PackedNumpy:
+    groups = used
+    width = case.dim // case.group_size
+    if by_channel:
+        groups, width = used.reshape(len(used), -1, GROUP_TOKENS).any(axis=-1), case.dim
+    return _drawn(used.shape[0], (case.kv_heads, case.dim), groups, width, bits, random)
+
+
+def _drawn(
+    slots: int, heads: tuple[int, int], used: np.ndarray, width: int, bits: int, random: np.random.Generator
+) -> PackedNumpy:
+    """Packed values of about -3 … 3; scales and biases [slots, H, n, width] are NaN except in `used` [slots, n]."""
+    num_heads, dim = heads
+    most = 2**bits - 1
+    data = random.integers(0, 2**32, (slots, num_heads, BLOCK_SIZE, dim * bits // 32), dtype=np.uint32)
+    scales = (random.uniform(1.5, 6.0, (slots, num_heads, used.shape[1], width)) / most).astype(np.float16)
+    biases = (-most / 2 * scales + random.uniform(-0.3, 0.3, scales.shape)).astype(np.float16)
     unused = ~used[:, None, :, None] & np.ones_like(scales, bool)
     scales[unused] = np.nan
     biases[unused] = np.nan
@@ -364,12 +422,4 @@ class Latents:
 
 
 def _packed_latents(shape: LatentShape, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    sizes = (used.shape[0], 1, BLOCK_SIZE)
-    most = 2**shape.bits - 1
-    data = random.integers(0, 2**32, (*sizes, shape.dim * shape.bits // 32), dtype=np.uint32)
-    scales = (random.uniform(1.5, 6.0, (*sizes, shape.dim // shape.group_size)) / most).astype(np.float16)
-    biases = (-most / 2 * scales + random.uniform(-0.3, 0.3, scales.shape)).astype(np.float16)
-    unused = ~used[:, None, :, None] & np.ones_like(scales, bool)
-    scales[unused] = np.nan
-    biases[unused] = np.nan
-    return data, scales, biases
+    return _drawn(used.shape[0], (1, shape.dim), used, shape.dim // shape.group_size, shape.bits, random)

@@ -4,6 +4,9 @@ A threadgroup computes one split of a group's tokens (`Span`) for one kv head an
 bytes are read once per group (shared prefixes: Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets
 of groups. Sums are in float; 16-bit models multiply in half.
 
+If keys are by channel (KIVI, arXiv 2402.02750), a query reads its own block of 256 tokens from the open blocks, in 8
+bits by token, and all earlier blocks from keys and values.
+
 Rows with residuals (ForkKV, arXiv 2604.06370) add (x·A)·B to base's KV: out = P·V + (P·x·A)·B. A token's x·A is staged
 behind its value, so that one product with P sums both; `merge` multiplies with B. A key's residual R(x·A·B) is rebuilt
 where it is multiplied, for all query heads. For normed keys, base's scores are divided by the norm factor without the
@@ -26,7 +29,8 @@ from agentcache.metal_kernels.numbers import floats, ints, one_a_thread
 from agentcache.metal_kernels.rope_tables import RopeTables
 from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
 
-# data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+# data uint32 [slots, H_kv, 256, D * bits / 32], scales and biases float16 [slots, H_kv, 256, D/group_size];
+# of keys by channel: scales and biases float16 [slots, H_kv, 4, D]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
 THREADGROUPS = 1024  # best on an H100
@@ -41,6 +45,9 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
         "HEADS": shape.kv_heads,
         "GQA": shape.queries_per_head,
         "GS": shape.group_size,
+        "KEY_BITS": shape.bits,
+        "VALUE_BITS": shape.value_bits,
+        "BY_CHANNEL": shape.by_channel,
         "MEMBERS": tiling.members,
         "Q": tiling.tiles,
         "NSG": tiling.simdgroups,
@@ -129,6 +136,8 @@ def decode(
     plan: DecodePlan,
     *,
     scale: float,
+    open_keys: PackedArrays | None = None,
+    open_values: PackedArrays | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
     written: mx.array | None = None,
@@ -138,6 +147,7 @@ def decode(
     """Attention of `queries` [B, H_q, n, D] over the plan's rows; returns [B, H_q, n, D].
 
     Args:
+        open_keys, open_values: open blocks, in 8 bits by token; given if `keys` are by channel.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: additional logits [H_q].
         written: result of `append` for these arrays in the same graph.
@@ -145,13 +155,15 @@ def decode(
         threadgroups: number that fills the device.
     """
     kv_heads, dim = keys[0].shape[1], queries.shape[3]
-    group_size = dim // keys[1].shape[3]
-    shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, group_size, queries.dtype)
+    group_size = dim // values[1].shape[3]
+    bits, value_bits = (side[0].shape[3] * 32 // dim for side in (keys, values))
+    heads = (dim, kv_heads, queries.shape[1] // kv_heads)
+    shape = HeadShape(*heads, group_size, queries.dtype, bits, value_bits, open_keys is not None)
     shape = shape if residuals is None else residuals.kind.on(shape)
     key = (queries.shape, shape, scale, softcap, sinks is None, threadgroups)
     if key not in plan.launches:
         plan.launches[key] = prepare(plan, shape, scale, softcap, sinks is not None, threadgroups)
-    return plan.launches[key](queries, keys, values, sinks, written, residuals)
+    return plan.launches[key](queries, keys, values, open_keys, open_values, sinks, written, residuals)
 
 
 class PreparedDecode(NamedTuple):
@@ -166,6 +178,8 @@ class PreparedDecode(NamedTuple):
         queries: mx.array,
         keys: Sequence[mx.array],
         values: Sequence[mx.array],
+        open_keys: Sequence[mx.array] | None,
+        open_values: Sequence[mx.array] | None,
         sinks: mx.array | None,
         written: mx.array | None,
         residuals: Residuals | None = None,
@@ -173,7 +187,8 @@ class PreparedDecode(NamedTuple):
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
         beside = (residuals or Residuals()).arrays(self.shape)
-        return self.compute(queries, *keys, *values, *beside, written, sinks, *self.arrays)
+        packed = (*keys, *values, *(open_keys or no_packed()), *(open_values or no_packed()))
+        return self.compute(queries, *packed, *beside, written, sinks, *self.arrays)
 
 
 def prepare(
@@ -209,9 +224,13 @@ def no_residuals(dtype: mx.Dtype) -> mx.array:
     return mx.zeros(8, dtype)  # Metal passes smaller arrays as constants
 
 
+def no_packed() -> PackedArrays:
+    return no_residuals(mx.uint32), no_residuals(mx.float16), no_residuals(mx.float16)
+
+
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
-    keys, values, (low_rank, value_b), of_keys = given[:3], given[3:6], given[6:8], given[8:13]
-    written, sinks, positions, factors, places, merging = given[13:19]
+    packed, (low_rank, value_b), of_keys = given[:12], given[12:14], given[14:19]
+    written, sinks, positions, factors, places, merging = given[19:25]
     shape = kind.shape
 
     def partial_sums(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -219,7 +238,7 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
         rows = launch.num_groups * shape.kv_heads * launch.tiling.members * shape.queries_per_head
         return DECODE.launch(
             [
-                *(queries, *keys, *values, low_rank, *of_keys, table, residual_table),
+                *(queries, *packed, low_rank, *of_keys, table, residual_table),
                 *(bounds, members, positions, factors, params, written),
             ],
             _constants(shape, launch.tiling, kind.has_softcap),
@@ -228,8 +247,8 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
             outputs=[((rows, launch.splits, shape.value_width), mx.float32), ((rows, launch.splits, 2), mx.float32)],
         )
 
-    own = partial_sums(kind.own, given[19:24])
-    shared = own if kind.shared is None else partial_sums(kind.shared, given[24:29])
+    own = partial_sums(kind.own, given[25:30])
+    shared = own if kind.shared is None else partial_sums(kind.shared, given[30:35])
     return merge(
         shape,
         queries.shape,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,9 @@ _WIDTHS = 16
 class Span:
     """A group: queries (row * num_tokens + token) that read the same tokens, `begin … end-1`, of a block table.
 
-    `base`: position of the table's first block.
+    Args:
+        base: position of the table's first block.
+        open_slot: slot of the queries' own block, which is then not read from the table; -1 if there is none.
     """
 
     block_ids: tuple[int, ...]
@@ -30,27 +32,29 @@ class Span:
     begin: int
     end: int
     members: tuple[int, ...]
+    open_slot: int = -1
 
 
 class Groups:
-    """Groups of one launch, padded to `size` members."""
+    """Groups of one launch, padded to `size` members; tables are at least `num_blocks` wide."""
 
-    def __init__(self, spans: Sequence[Span], size: int) -> None:
+    def __init__(self, spans: Sequence[Span], size: int, num_blocks: int = 1) -> None:
         self.spans = tuple(spans)
         self.size = size
         # Rounded up: each width is traced separately.
-        self.width = -(-max(len(span.block_ids) for span in spans) // _WIDTHS) * _WIDTHS
+        self.width = -(-max(num_blocks, *(len(span.block_ids) for span in spans)) // _WIDTHS) * _WIDTHS
         self.longest = max(span.end - span.begin for span in spans)
 
     @cached_property
     def table(self) -> mx.array:
         """Slots, int32 [groups, width]."""
-        return ints(tuple(ids + (ids[0],) * (self.width - len(ids)) for ids in (span.block_ids for span in self.spans)))
+        tables = (span.block_ids for span in self.spans)
+        return ints(tuple(ids + (ids[:1] or (0,)) * (self.width - len(ids)) for ids in tables))
 
     @cached_property
     def bounds(self) -> mx.array:
-        """base, begin and end, int32 [groups, 3]."""
-        return ints(tuple((span.base, span.begin, span.end) for span in self.spans))
+        """base, begin, end and open slot, int32 [groups, 4]."""
+        return ints(tuple((span.base, span.begin, span.end, span.open_slot) for span in self.spans))
 
     @cached_property
     def members(self) -> mx.array:
@@ -80,6 +84,8 @@ class StepRows:
         lengths: tokens before the step.
         window: latest tokens attended to; None for all.
         residual_ids: slots of the same blocks' residuals.
+        open_ids: slots of open blocks, from the block of a row's first query; () if queries read their own blocks from
+            `block_ids`, else these need no own blocks.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -88,9 +94,24 @@ class StepRows:
     num_tokens: int
     window: int | None = None
     residual_ids: Sequence[Sequence[int]] = ()
+    open_ids: Sequence[Sequence[int]] = ()
 
     def queries_of(self, row: int) -> list[int]:
         return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
+
+    def runs_of(self, row: int, size: int) -> Iterator[range]:
+        """Up to `size` of a row's new tokens at a time; of one block if there are open ones."""
+        length, at = self.lengths[row], 0
+        while at < self.num_tokens:
+            left = BLOCK_SIZE - (length + at) % BLOCK_SIZE if self.open_ids else size
+            run = range(at, min(at + min(size, left), self.num_tokens))
+            yield run
+            at = run.stop
+
+    def open_slot_of(self, row: int, position: int) -> int:
+        if not self.open_ids:
+            return -1
+        return self.open_ids[row][position // BLOCK_SIZE - self.lengths[row] // BLOCK_SIZE]
 
 
 class DecodePlan:
@@ -106,9 +127,11 @@ class DecodePlan:
         is_own = rows.window is not None or rows.residual_ids
         prefixes = [] if is_own else shared_prefixes(rows, least_saved)
         members = own_tiling(shape, rows.num_tokens).members
-        self.own = Groups(*own_spans(rows, prefixes, members))
+        # Both tables of a launch are equally wide.
+        num_blocks = max(map(len, rows.residual_ids), default=1)
+        self.own = Groups(*own_spans(rows, prefixes, members), num_blocks)
         in_residuals = replace(rows, block_ids=rows.residual_ids)
-        self.beside = Groups(*own_spans(in_residuals, (), members)) if rows.residual_ids else None
+        self.beside = Groups(*own_spans(in_residuals, (), members), num_blocks) if rows.residual_ids else None
         self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
         self.launches: dict[Any, Any] = {}
 
@@ -183,11 +206,12 @@ def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[li
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
-        for at in range(0, rows.num_tokens, size):
-            queries = rows.queries_of(row)[at : at + size]
-            oldest = 0 if rows.window is None else length + at - rows.window + 1
-            begin = max(base, read.get(row, 0), oldest)
+        for run in rows.runs_of(row, size):
+            queries = rows.queries_of(row)[run.start : run.stop]
+            oldest = 0 if rows.window is None else length + run.start - rows.window + 1
+            begin, end = max(base, read.get(row, 0), oldest), length + run.stop
             skipped = (begin - base) // BLOCK_SIZE
-            end = length + at + len(queries)
-            spans.append(Span(tuple(ids[skipped:]), base + skipped * BLOCK_SIZE, begin, end, tuple(queries)))
+            open_slot = rows.open_slot_of(row, end - 1)
+            at = base + skipped * BLOCK_SIZE
+            spans.append(Span(tuple(ids[skipped:]), at, begin, end, tuple(queries), open_slot))
     return spans, size

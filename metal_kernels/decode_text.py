@@ -2,65 +2,133 @@ from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText
 
-# A simdgroup's tile has 16 tokens. Lanes take whole quantisation groups: each scale is loaded once.
+# A simdgroup's tile has 16 tokens of one block, and begins at a multiple of 16.
 _FUNCTIONS = """
-template <int HEADS, int GROUPS, int UNITS, typename Table>
-METAL_FUNC void find_tile(Table slots, int t, int stop, int head, int lane, thread size_t* at, thread bool* there) {
-    UNROLL for (int u = 0; u < UNITS; ++u) {
-        const int token = (u * 32 + lane) / GROUPS;
-        const int place = t + token;
-        there[u] = token < 16 && place < stop;
-        at[u] = 0;
-        if (there[u]) {
-            const size_t row = (size_t(slots[place / 256]) * HEADS + head) * 256 + place % 256;
-            at[u] = row * GROUPS + (u * 32 + lane) % GROUPS;
-        }
-    }
+// A tile's first token in an arena, of tokens of all heads; tokens `first` ... `last` - 1 of the tile count.
+struct TileRows {
+    size_t row;
+    int first;
+    int last;
+};
+// The tile at `place` of a block table, of whose tokens `from` ... `stop` - 1 count.
+template <int HEADS, typename Table>
+METAL_FUNC TileRows find_tile(Table slots, int head, int place, int from, int stop) {
+    TileRows rows;
+    rows.row = 0;
+    rows.first = metal::max(0, from - place);
+    rows.last = metal::min(16, stop - place);
+    if (rows.first < rows.last) rows.row = (size_t(slots[place / 256]) * HEADS + head) * 256 + place % 256;
+    return rows;
 }
-template <int WORDS, int UNITS>
-METAL_FUNC void load_tile(const device uint* data, const device half* scales, const device half* biases,
-                          const thread size_t* at, const thread bool* there, thread uint* words, thread half* scale,
-                          thread half* bias) {
-    UNROLL for (int u = 0; u < UNITS; ++u) {
-        scale[u] = half(0.0f);
-        bias[u] = half(0.0f);
-        UNROLL for (int w = 0; w < WORDS; ++w) words[u * WORDS + w] = 0;
-        if (there[u]) {
-            const device uint4* from = (const device uint4*)(data + at[u] * WORDS);
+// Quantised by token: a lane has whole groups of GS values, so that it loads each scale once.
+template <int D, int GS, int BITS> struct TokenTile {
+    uint words[(16 * (D / GS) + 31) / 32 * (GS * BITS / 32)];
+    half scale[(16 * (D / GS) + 31) / 32];
+    half bias[(16 * (D / GS) + 31) / 32];
+};
+// 4 bits, quantised by channel of 64 tokens: a lane has eight channels of every AT_ONCE-th token.
+template <int D> struct ChannelTile {
+    uint words[(16 + 32 / (D / 8) - 1) / (32 / (D / 8))];
+    half scale[8];
+    half bias[8];
+};
+template <bool BY_CHANNEL, int D, int GS, int BITS> struct KeyTile { typedef TokenTile<D, GS, BITS> type; };
+template <int D, int GS, int BITS> struct KeyTile<true, D, GS, BITS> { typedef ChannelTile<D> type; };
+
+template <int D, int GS, int BITS>
+METAL_FUNC void load_tile(thread TokenTile<D, GS, BITS>& tile, const device uint* data, const device half* scales,
+                          const device half* biases, TileRows rows, int lane) {
+    const int GROUPS = D / GS;
+    const int WORDS = GS * BITS / 32;
+    UNROLL for (int u = 0; u < (16 * GROUPS + 31) / 32; ++u) {
+        const int token = (u * 32 + lane) / GROUPS;
+        tile.scale[u] = half(0.0f);
+        tile.bias[u] = half(0.0f);
+        UNROLL for (int w = 0; w < WORDS; ++w) tile.words[u * WORDS + w] = 0;
+        if (token >= rows.first && token < rows.last) {
+            const size_t at = rows.row * GROUPS + (u * 32 + lane);
+            const device uint4* from = (const device uint4*)(data + at * WORDS);
             UNROLL for (int w = 0; w < WORDS / 4; ++w) {
                 const uint4 four = from[w];
-                words[u * WORDS + 4 * w] = four.x;
-                words[u * WORDS + 4 * w + 1] = four.y;
-                words[u * WORDS + 4 * w + 2] = four.z;
-                words[u * WORDS + 4 * w + 3] = four.w;
+                tile.words[u * WORDS + 4 * w] = four.x;
+                tile.words[u * WORDS + 4 * w + 1] = four.y;
+                tile.words[u * WORDS + 4 * w + 2] = four.z;
+                tile.words[u * WORDS + 4 * w + 3] = four.w;
             }
-            scale[u] = scales[at[u]];
-            bias[u] = biases[at[u]];
+            tile.scale[u] = scales[at];
+            tile.bias[u] = biases[at];
         }
     }
 }
-template <typename S, int GROUPS, int WORDS, int UNITS>
-METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, int lane, const thread uint* words,
-                           const thread half* scale, const thread half* bias) {
-    UNROLL for (int u = 0; u < UNITS; ++u) {
+template <int D>
+METAL_FUNC void load_tile(thread ChannelTile<D>& tile, const device uint* data, const device half* scales,
+                          const device half* biases, TileRows rows, int lane) {
+    const int WORDS = D / 8;
+    const int AT_ONCE = 32 / WORDS;
+    const int column = lane % WORDS;
+    const bool loads = lane < WORDS * AT_ONCE && rows.first < rows.last;
+    UNROLL for (int e = 0; e < 8; ++e) {
+        tile.scale[e] = half(0.0f);
+        tile.bias[e] = half(0.0f);
+    }
+    if (loads) {
+        const size_t at = rows.row / 64 * D + column * 8;
+        load8(scales + at, tile.scale);
+        load8(biases + at, tile.bias);
+    }
+    UNROLL for (int u = 0; u < (16 + AT_ONCE - 1) / AT_ONCE; ++u) {
+        const int token = u * AT_ONCE + lane / WORDS;
+        tile.words[u] = 0;
+        if (loads && token >= rows.first && token < rows.last)
+            tile.words[u] = data[(rows.row + token) * WORDS + column];
+    }
+}
+template <int BITS, typename S>
+METAL_FUNC void unpack_eight(SHARED_POINTER(S) to, const thread uint* words, half scale, half bias) {
+    if (BITS == 8) unpack_bytes(to, words[0], words[1], scale, bias);
+    else unpack_word(to, words[0], scale, bias);
+}
+template <typename S, int D, int GS, int BITS>
+METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, thread TokenTile<D, GS, BITS>& tile, int lane) {
+    const int GROUPS = D / GS;
+    const int WORDS = GS * BITS / 32;
+    UNROLL for (int u = 0; u < (16 * GROUPS + 31) / 32; ++u) {
         const int token = (u * 32 + lane) / GROUPS;
-        const int column = (u * 32 + lane) % GROUPS * WORDS * 8;
+        const int column = (u * 32 + lane) % GROUPS * GS;
         if (token < 16) {
-            UNROLL for (int w = 0; w < WORDS; ++w)
-                unpack_word(stage + token * width + column + w * 8, words[u * WORDS + w], scale[u], bias[u]);
+            UNROLL for (int e = 0; e < GS / 8; ++e)
+                unpack_eight<BITS>(stage + token * width + column + e * 8, tile.words + u * WORDS + e * BITS / 4,
+                                   tile.scale[u], tile.bias[u]);
         }
     }
+}
+template <typename S, int D>
+METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, thread ChannelTile<D>& tile, int lane) {
+    const int WORDS = D / 8;
+    const int AT_ONCE = 32 / WORDS;
+    UNROLL for (int u = 0; u < (16 + AT_ONCE - 1) / AT_ONCE; ++u) {
+        const int token = u * AT_ONCE + lane / WORDS;
+        if (lane < WORDS * AT_ONCE && token < 16)
+            unpack_word(stage + token * width + lane % WORDS * 8, tile.words[u], tile.scale, tile.bias);
+    }
+}
+// A tile of the open block, in 8 bits by token; `slots` has its slot, `place` is within it.
+template <int HEADS, int D, int GS, typename S, typename Table>
+METAL_FUNC void stage_open(SHARED_POINTER(S) stage, int width, const device uint* data, const device half* scales,
+                           const device half* biases, Table slots, int head, int place, int from, int stop, int lane) {
+    TokenTile<D, GS, 8> tile;
+    load_tile(tile, data, scales, biases, find_tile<HEADS>(slots, head, place, from, stop), lane);
+    stage_tile(stage, width, tile, lane);
 }
 // Of the tile's tokens, what is kept of rank RANK, in eights, which zeros fill up.
-template <int RANK, int EIGHTS, int LOADS, typename Table>
-METAL_FUNC void load_residuals(const device half* residuals, Table slots, int t, int stop, int lane, thread half* x) {
+template <int RANK, int EIGHTS, int LOADS>
+METAL_FUNC void load_residuals(const device half* residuals, TileRows rows, int lane, thread half* x) {
     UNROLL for (int u = 0; u < LOADS; ++u) {
         const int token = (u * 32 + lane) / EIGHTS;
         const int column = (u * 32 + lane) % EIGHTS * 8;
-        const int place = t + token;
         UNROLL for (int e = 0; e < 8; ++e) x[u * 8 + e] = half(0.0f);
-        if (token < 16 && place < stop && column < RANK) {
-            const device half* from = residuals + (size_t(slots[place / 256]) * 256 + place % 256) * RANK + column;
+        if (token >= rows.first && token < rows.last && column < RANK) {
+            const device half* from = residuals + (rows.row + token) * RANK + column;
             if (RANK % 8 == 0) {
                 load8(from, x + u * 8);
             } else {
@@ -80,14 +148,14 @@ METAL_FUNC void stage_residuals(SHARED_POINTER(S) stage, int width, int lane, co
     }
 }
 // Each of the first 16 lanes has a token's norms: of its key without the adapter, and with it.
-template <int HEADS, typename Table>
-METAL_FUNC void load_norms(const device half* norms, Table slots, int t, int stop, int head, int lane, thread half* x) {
+template <int HEADS>
+METAL_FUNC void load_norms(const device half* norms, TileRows rows, int head, int lane, thread half* x) {
     x[0] = half(0.0f);
     x[1] = half(0.0f);
-    if (lane < 16 && t + lane < stop) {
-        const size_t token = size_t(slots[(t + lane) / 256]) * 256 + (t + lane) % 256;
-        x[0] = norms[(token * HEADS + head) * 2];
-        x[1] = norms[(token * HEADS + head) * 2 + 1];
+    if (lane >= rows.first && lane < rows.last) {
+        const size_t at = ((rows.row + lane) * HEADS + head) * 2;
+        x[0] = norms[at];
+        x[1] = norms[at + 1];
     }
 }
 // By a factor of each token, which the first 16 lanes have.
@@ -151,12 +219,12 @@ _BODY = """
     const int split = tg % splits;
     const int head = tg / splits % HEADS;
     const int group = tg / (splits * HEADS);
-    const int base = spans[3 * group];
-    const int begin = spans[3 * group + 1];
-    const int end = spans[3 * group + 2];
-    const int GROUPS = D / GS;
-    const int WORDS = GS / 8;
-    const int UNITS = (16 * GROUPS + 31) / 32;
+    const int base = spans[4 * group];
+    const int begin = spans[4 * group + 1];
+    const int end = spans[4 * group + 2];
+    // Shared prefixes end before any open block.
+    const bool HAS_OPEN = BY_CHANNEL && !COOPERATIVE;
+    const int opens = HAS_OPEN ? (end - 1) / 256 * 256 : end;
     const int EIGHTS = RANK > 0 ? (RANK + 7) / 8 : 1;
     const int LOADS = (16 * EIGHTS + 31) / 32;
     const int DV = RANK > 0 ? D + EIGHTS * 8 : D;
@@ -173,24 +241,20 @@ _BODY = """
     SHARED_POINTER(float) merged = (SHARED_POINTER(float))pool;
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
-    // The first tiles are on their way while queries are put where they are multiplied.
-    const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
-    const int first = begin + split * per;
-    const int stop = metal::min(end, first + per);
-    uint kw[UNITS * WORDS];
-    uint vw[UNITS * WORDS];
-    half ksc[UNITS];
-    half kbi[UNITS];
-    half vsc[UNITS];
-    half vbi[UNITS];
+    // Splits take turns by rounds, so that tiles of an open block, which are not loaded ahead, go to several of them. A
+    // round lies within a group of 64 tokens. Its first tiles are on their way while queries are put where they are
+    // multiplied.
+    const int ROUND = NSG * 16;
+    const int first = begin / ROUND * ROUND + split * ROUND;
+    typename KeyTile<BY_CHANNEL, D, GS, KEY_BITS>::type keys;
+    TokenTile<D, GS, VALUE_BITS> values;
     half low[LOADS * 8];
     half key_low[KEY_RANKS * 8];
     half norms[2];
-    size_t at[UNITS];
-    bool there[UNITS];
-    find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
-    load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
-    load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
+    TileRows rows =
+        find_tile<HEADS>(table + group * width, head, first + sg * 16 - base, begin - base, opens - base);
+    load_tile(keys, kq, ks, kb, rows, lane);
+    load_tile(values, vq, vs, vb, rows, lane);
 
     Left<S, Q> queries[WAYS * (D / 16)];
     UNROLL for (int way = 0; way < WAYS; ++way) {
@@ -224,29 +288,29 @@ _BODY = """
     Sums<Q> out[DV / 8];
     UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
 
-    if (RANK > 0)
-        load_residuals<RANK, EIGHTS, LOADS>(
-            residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, low);
-    if (KEY_RANK > 0)
-        load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(
-            key_residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, key_low);
-    if (NORMED)
-        load_norms<HEADS>(
-            key_norms, residual_table + group * width, first + sg * 16 - base, stop - base, head, lane, norms);
-    for (int t0 = first; t0 < stop; t0 += NSG * 16) {
+    rows = find_tile<1>(residual_table + group * width, 0, first + sg * 16 - base, begin - base, end - base);
+    if (RANK > 0) load_residuals<RANK, EIGHTS, LOADS>(residuals, rows, lane, low);
+    if (KEY_RANK > 0) load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, rows, lane, key_low);
+    if (NORMED) load_norms<HEADS>(key_norms, rows, head, lane, norms);
+    for (int t0 = first; t0 < end; t0 += splits * ROUND) {
         // What comes next is on its way while this is computed.
-        const int next = t0 + NSG * 16 + sg * 16 - base;
-        find_tile<HEADS, GROUPS, UNITS>(table + group * width, next, stop - base, head, lane, at, there);
-        stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, kw, ksc, kbi);
-        load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
+        const int here = t0 + sg * 16;
+        const int next = here + splits * ROUND - base;
+        const bool is_open = HAS_OPEN && t0 >= opens;
+        rows = find_tile<HEADS>(table + group * width, head, next, begin - base, opens - base);
+        if (is_open)
+            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, spans + 4 * group + 3, head, here - opens,
+                                     begin - opens, end - opens, lane);
+        else
+            stage_tile(stage + sg * 16 * LD, LD, keys, lane);
+        load_tile(keys, kq, ks, kb, rows, lane);
         const float without = NORMED ? float(norms[0]) : 1.0f;
         const float agent = NORMED ? float(norms[1]) : 1.0f;
-        if (NORMED)
-            load_norms<HEADS>(key_norms, residual_table + group * width, next, stop - base, head, lane, norms);
+        const TileRows beside = find_tile<1>(residual_table + group * width, 0, next, begin - base, end - base);
+        if (NORMED) load_norms<HEADS>(key_norms, beside, head, lane, norms);
         if (KEY_RANK > 0) {
             stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);
-            load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(
-                key_residuals, residual_table + group * width, next, stop - base, lane, key_low);
+            load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, beside, lane, key_low);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -258,21 +322,24 @@ _BODY = """
         }
         if (KEY_RANK > 0) {
             if (NORMED) scale_scores(scores, without > 0.0f ? 1.0f / without : 0.0f, lane);
-            const int begins = metal::min(t0 + sg * 16, end - 1);
+            const int begins = metal::min(here, end - 1);
             add_keys<S, D, PAIRS, KEY_RANKS, Q>(
                 scores, queries + (WAYS - 1) * (D / 16), stage + sg * 16 * LD + D, LD,
-                key_b + size_t(head) * (D * KEY_RANKS * 16), near_turns + begins % 16 * (2 * PAIRS),
+                key_b + size_t(head) * (D * KEY_RANKS * 16), near_turns,
                 far_turns + size_t(begins / 16) * (2 * PAIRS), lane);
             if (NORMED) scale_scores(scores, agent, lane);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
-        stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, vw, vsc, vbi);
-        load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
+        if (is_open)
+            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, spans + 4 * group + 3, head, here - opens,
+                                     begin - opens, end - opens, lane);
+        else
+            stage_tile(stage + sg * 16 * LD, LD, values, lane);
+        load_tile(values, vq, vs, vb, rows, lane);
         if (RANK > 0) {
             stage_residuals<S, EIGHTS, LOADS>(stage + sg * 16 * LD + D, LD, lane, low);
-            load_residuals<RANK, EIGHTS, LOADS>(
-                residuals, residual_table + group * width, next, stop - base, lane, low);
+            load_residuals<RANK, EIGHTS, LOADS>(residuals, beside, lane, low);
         }
         UNROLL for (int i = 0; i < Q; ++i) {
             float top = m[i];
@@ -281,7 +348,7 @@ _BODY = """
                     const int t = t0 + (COOPERATIVE ? 0 : sg * 16) + n * 8 + tile_column(lane) + e;
                     float x = element(scores[n], i, e) * factors[0];
                     if (SOFTCAP) x = factors[1] * metal::tanh(x);
-                    x = t < stop && t <= last[i] && t > last[i] - window ? x : NONE;
+                    x = t < end && t <= last[i] && t > last[i] - window ? x : NONE;
                     put(scores[n], i, e, x);
                     top = metal::max(top, x);
                 }
@@ -381,7 +448,8 @@ _BODY = """
 DECODE = KernelText(
     "agentcache_decode",
     (
-        *("q", "kq", "ks", "kb", "vq", "vs", "vb", "residuals", "key_residuals", "key_norms", "key_b"),
+        *("q", "kq", "ks", "kb", "vq", "vs", "vb", "okq", "oks", "okb", "ovq", "ovs", "ovb"),
+        *("residuals", "key_residuals", "key_norms", "key_b"),
         *("near_turns", "far_turns", "table", "residual_table"),
         *("spans", "members", "positions", "factors", "params", "written"),
     ),

@@ -70,10 +70,24 @@ def unpacked_by_channel(packed: PackedNumpy, bits: int = 4) -> Array:
     return result
 
 
-def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int, bits: int = 4) -> Array:
+def row_of(
+    packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int, bits: int = 4, by_channel: bool = False
+) -> Array:
     """The first tokens of a block table, [H_kv, num_tokens, D]."""
-    blocks = unpacked(tuple(part[list(block_ids)] for part in packed), bits)  # type: ignore[arg-type]
+    if not block_ids:
+        return np.zeros((packed[0].shape[1], 0, packed[0].shape[3] * 32 // bits))
+    data, scales, biases = (part[list(block_ids)] for part in packed)
+    blocks = (unpacked_by_channel if by_channel else unpacked)((data, scales, biases), bits)
     return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :num_tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenBlocks:
+    """Open blocks, 8 bits by token; `block_ids` by row, from the block of its first query."""
+
+    keys: PackedNumpy
+    values: PackedNumpy
+    block_ids: Sequence[Sequence[int]]
 
 
 def attention(
@@ -85,25 +99,62 @@ def attention(
     lengths: Sequence[int],
     *,
     scale: float,
+    bits: tuple[int, int] = (4, 4),
+    open_blocks: OpenBlocks | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     residuals: LowRank | None = None,
     key_residuals: LowRankKeys | None = None,
 ) -> Array:
-    """Attention [B, H_q, n, D] of `queries` over rows with `lengths` earlier tokens."""
+    """Attention [B, H_q, n, D] of `queries` over rows with `lengths` earlier tokens.
+
+    Args:
+        bits: of keys and of values.
+        open_blocks: from which queries read their own blocks; `keys` are by channel then.
+    """
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
-        held = length + query.shape[1] - base
-        assert held <= len(ids) * BLOCK_SIZE
-        v = row_of(values, ids, held)
-        if residuals is not None:
-            v = v + residuals.of_row(row, held)
-        k = row_of(keys, ids, held)
-        if key_residuals is not None:
-            k = key_residuals.of_row(row, k, base)
-        rows.append(_row(query, k, v, base, length, scale, window, softcap, sinks))
+        parts = []
+        for begin, end in _runs(length, length + query.shape[1], open_blocks is not None):
+            if open_blocks is None:
+                k, v = (row_of(side, ids, end - base, of) for side, of in zip((keys, values), bits, strict=True))
+            else:
+                slot = open_blocks.block_ids[row][begin // BLOCK_SIZE - length // BLOCK_SIZE]
+                k, v = _of_both(keys, values, bits[1], ids, open_blocks, slot, base, end)
+            assert k.shape[1] == v.shape[1] == end - base
+            if residuals is not None:
+                v = v + residuals.of_row(row, end - base)
+            if key_residuals is not None:
+                k = key_residuals.of_row(row, k, base)
+            own = query[:, begin - length : end - length]
+            parts.append(_row(own, k, v, base, begin, scale, window, softcap, sinks))
+        rows.append(np.concatenate(parts, axis=1))
     return np.stack(rows)
+
+
+def _runs(begin: int, end: int, is_cut: bool) -> list[tuple[int, int]]:
+    """`begin … end-1`, cut where blocks begin."""
+    cuts = range((begin // BLOCK_SIZE + 1) * BLOCK_SIZE, end, BLOCK_SIZE) if is_cut else ()
+    return list(zip([begin, *cuts], [*cuts, end], strict=True))
+
+
+def _of_both(
+    keys: PackedNumpy,
+    values: PackedNumpy,
+    value_bits: int,
+    block_ids: Sequence[int],
+    open_blocks: OpenBlocks,
+    slot: int,
+    base: int,
+    end: int,
+) -> tuple[Array, Array]:
+    """Keys and values `base … end-1`: the last block from its open `slot`, earlier ones from full blocks."""
+    own = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
+    full = block_ids[: (own - base) // BLOCK_SIZE]
+    k = row_of(keys, full, own - base, by_channel=True), row_of(open_blocks.keys, [slot], end - own, 8)
+    v = row_of(values, full, own - base, value_bits), row_of(open_blocks.values, [slot], end - own, 8)
+    return np.concatenate(k, axis=1), np.concatenate(v, axis=1)
 
 
 @dataclass(frozen=True, eq=False)

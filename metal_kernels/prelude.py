@@ -145,6 +145,42 @@ METAL_FUNC void unpack_word(threadgroup float* to, uint word, half scale, half b
         ((threadgroup float4*)to)[i] = x;
     }
 }
+// With a scale and a bias for each value.
+METAL_FUNC void unpack_word(threadgroup half* to, uint word, const thread half* scale, const thread half* bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        half4 x = half4(half(0));
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(as_type<half>(ushort(((word >> (16 * i + 4 * e)) & 15u) | 0x6400u)) - half(1024),
+                       scale[4 * i + e], bias[4 * i + e]);
+        ((threadgroup half4*)to)[i] = x;
+    }
+}
+METAL_FUNC void unpack_word(threadgroup float* to, uint word, const thread half* scale, const thread half* bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        float4 x = float4(0.0f);
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(float((word >> (16 * i + 4 * e)) & 15u), float(scale[4 * i + e]), float(bias[4 * i + e]));
+        ((threadgroup float4*)to)[i] = x;
+    }
+}
+// Eight 8-bit values, lowest byte first.
+METAL_FUNC void unpack_bytes(threadgroup half* to, uint first, uint second, half scale, half bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        half4 x = half4(half(0));
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(as_type<half>(ushort((((i == 0 ? first : second) >> (8 * e)) & 255u) | 0x6400u)) - half(1024),
+                       scale, bias);
+        ((threadgroup half4*)to)[i] = x;
+    }
+}
+METAL_FUNC void unpack_bytes(threadgroup float* to, uint first, uint second, half scale, half bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        float4 x = float4(0.0f);
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(float(((i == 0 ? first : second) >> (8 * e)) & 255u), float(scale), float(bias));
+        ((threadgroup float4*)to)[i] = x;
+    }
+}
 METAL_FUNC void load8(const device half* from, thread half* x) {
     UNROLL for (int i = 0; i < 2; ++i) {
         const half4 four = ((const device half4*)from)[i];
@@ -430,6 +466,40 @@ METAL_FUNC void unpack_word(half* to, uint word, half scale, half bias) {
 METAL_FUNC void unpack_word(float* to, uint word, half scale, half bias) {
     const float s = __half2float(scale), b = __half2float(bias);
     UNROLL for (int e = 0; e < 8; ++e) to[e] = fmaf(float((word >> (4 * e)) & 15u), s, b);
+}
+METAL_FUNC void unpack_word(half* to, uint word, const half* scale, const half* bias) {
+    const __half2 offset = as_half2(0x64006400u);
+    uint x[4];
+    UNROLL for (int e = 0; e < 4; ++e)
+        x[e] = as_uint(__hsub2(as_half2((word >> (4 * e)) & 0x000F000Fu | 0x64006400u), offset));
+    uint ordered[4];
+    ordered[0] = __byte_perm(x[0], x[1], 0x5410);
+    ordered[1] = __byte_perm(x[2], x[3], 0x5410);
+    ordered[2] = __byte_perm(x[0], x[1], 0x7632);
+    ordered[3] = __byte_perm(x[2], x[3], 0x7632);
+    UNROLL for (int e = 0; e < 4; ++e)
+        ordered[e] = as_uint(__hfma2(as_half2(ordered[e]), __halves2half2(scale[2 * e], scale[2 * e + 1]),
+                                     __halves2half2(bias[2 * e], bias[2 * e + 1])));
+    *(uint4*)to = make_uint4(ordered[0], ordered[1], ordered[2], ordered[3]);
+}
+METAL_FUNC void unpack_word(float* to, uint word, const half* scale, const half* bias) {
+    UNROLL for (int e = 0; e < 8; ++e)
+        to[e] = fmaf(float((word >> (4 * e)) & 15u), __half2float(scale[e]), __half2float(bias[e]));
+}
+// Bytes 0 and 1 of a word, 2 and 3, are two halves of 1024 + n.
+METAL_FUNC void unpack_bytes(half* to, uint first, uint second, half scale, half bias) {
+    const __half2 s = __half2half2(scale), b = __half2half2(bias), offset = as_half2(0x64006400u);
+    uint x[4] = {__byte_perm(first, 0x64646464u, 0x4140), __byte_perm(first, 0x64646464u, 0x4342),
+                 __byte_perm(second, 0x64646464u, 0x4140), __byte_perm(second, 0x64646464u, 0x4342)};
+    UNROLL for (int e = 0; e < 4; ++e) x[e] = as_uint(__hfma2(__hsub2(as_half2(x[e]), offset), s, b));
+    *(uint4*)to = make_uint4(x[0], x[1], x[2], x[3]);
+}
+METAL_FUNC void unpack_bytes(float* to, uint first, uint second, half scale, half bias) {
+    const float s = __half2float(scale), b = __half2float(bias);
+    UNROLL for (int e = 0; e < 4; ++e) {
+        to[e] = fmaf(float((first >> (8 * e)) & 255u), s, b);
+        to[4 + e] = fmaf(float((second >> (8 * e)) & 255u), s, b);
+    }
 }
 METAL_FUNC void load8(const half* from, half* x) {
     const uint4 eight = *(const uint4*)from;

@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Positions between rows of `far`; rows of `near`, which cover a tile that begins between them.
-STEP, NEAR = 16, 32
+STEP = 16  # positions between rows of `far`; rows of `near`
 
 
 class RopeTables(NamedTuple):
     """Rope tables of a layer: `far` for the multiple of 16 before a tile, `near` for positions from there.
 
     Args:
-        near: positions 0 … 31, [32, 2 * pairs] by `laid_out`, in the dtype of products, with rope's scale factor.
+        near: positions 0 … 15, [16, 2 * pairs] by `laid_out`, in the dtype of products, with rope's scale factor.
         far: every sixteenth position, [n, 2 * pairs], without that factor.
         interleaved: as in `HeadShape`.
     """

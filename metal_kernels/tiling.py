@@ -18,9 +18,12 @@ class HeadShape:
 
     Args:
         dim: a multiple of 32.
+        group_size: of values, of keys by token, and of the open block.
         dtype: of queries and results.
+        bits, value_bits: of keys and of values, 4 or 8.
         value_rank, key_rank: 0 without residuals.
         pairs: pairs that rope rotates, a multiple of 8; 0 without key residuals.
+        by_channel: whether keys of full blocks are quantised by channel, in 4 bits, and open blocks by token, in 8.
         interleaved: whether a pair's values are neighbours, else half of the rotated values apart.
     """
 
@@ -30,6 +33,8 @@ class HeadShape:
     group_size: int
     dtype: mx.Dtype
     bits: int = 4
+    value_bits: int = 4
+    by_channel: bool = False
     value_rank: int = 0
     key_rank: int = 0
     pairs: int = 0

@@ -163,7 +163,7 @@ def attention(
     by_kernels: PreparedDecode | None = prepared[key]
     if by_kernels is None:
         return reference()
-    made = by_kernels(queries, keys.arrays(), values.arrays(), sinks, keys.written)
+    made = by_kernels(queries, keys.arrays(), values.arrays(), None, None, sinks, keys.written)
     return made if mode() is Mode.ON else checked(made, reference(), "decode")
 
 

@@ -73,7 +73,7 @@ def test_the_arrays_say_what_the_groups_are(step: tuple[HeadShape, StepRows, int
             assert members[place] == query if place >= 0 else query not in members
         for span, table, bounds in zip(groups.spans, np.array(groups.table), np.array(groups.bounds), strict=True):
             assert tuple(table[: len(span.block_ids)]) == span.block_ids
-            assert tuple(bounds) == (span.base, span.begin, span.end)
+            assert tuple(bounds) == (span.base, span.begin, span.end, span.open_slot)
             assert span.begin < span.end <= span.base + len(span.block_ids) * BLOCK
             assert span.base <= span.begin < span.base + BLOCK
 

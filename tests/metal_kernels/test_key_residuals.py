@@ -116,7 +116,7 @@ def test_threadgroup_memory_suffices_for_every_rank() -> None:
 
 ROWS = Case(64, 2, 3, F32, (300, 40), 2, 277, None, True, value_rank=5, key_rank=12, pairs=32, normed=True)
 INTERLEAVED = Case(64, 1, 2, F16, (300,), key_rank=16, pairs=16, interleaved=True)
-BEFORE_VALUES = "        stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, vw"
+BEFORE_VALUES = "        if (is_open)\n            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq"
 BUGS = [
     Bug("barrier missing", f"{BARRIERS}{BEFORE_VALUES}", BEFORE_VALUES, "race"),
     Bug(
@@ -134,7 +134,7 @@ BUGS = [
         "size_t(head) * (D * KEY_RANKS * 32)",
         "out-of-bounds",
     ),
-    Bug("turns beyond their table", "metal::min(t0 + sg * 16, end - 1)", "t0 + sg * 16 + 16", "out-of-bounds"),
+    Bug("turns beyond their table", "metal::min(here, end - 1)", "here + 16", "out-of-bounds"),
     Bug("register array too short", "load_low(low[r],", "load_low(low[r + 1],", "undefined"),
     Bug(
         "simd operation under divergence",
@@ -145,22 +145,17 @@ BUGS = [
     Bug("pointer without address space", "const device S* near, const", "const S* near, const", SYNTAX),
     Bug(
         "table of base",
-        "key_residuals, residual_table + group * width, next",
-        "key_residuals, table + group * width, next",
+        "find_tile<1>(residual_table + group * width, 0, next",
+        "find_tile<1>(table + group * width, 0, next",
         NUMBERS,
     ),
     Bug(
         "norms of another head",
-        "x[1] = norms[(token * HEADS + head) * 2 + 1]",
-        "x[1] = norms[token * HEADS * 2 + 1]",
+        "x[1] = norms[at + 1];",
+        "x[1] = norms[(rows.row + lane) * HEADS * 2 + 1];",
         NUMBERS,
     ),
-    Bug(
-        "norms exchanged",
-        "x[0] = norms[(token * HEADS + head) * 2]",
-        "x[0] = norms[(token * HEADS + head) * 2 + 1]",
-        NUMBERS,
-    ),
+    Bug("norms exchanged", "x[0] = norms[at];", "x[0] = norms[at + 1];", NUMBERS),
     Bug("norm of another token", "ushort(n * 8 + tile_column(lane) + e));", "ushort(tile_column(lane) + e));", NUMBERS),
     Bug(
         "queries turned onward",
@@ -169,7 +164,7 @@ BUGS = [
         NUMBERS,
     ),
     Bug("sine of another pair", "const float sine = float(at[2 + e]);", "const float sine = float(at[2]);", NUMBERS),
-    Bug("place in the tile", "near_turns + begins % 16 * (2 * PAIRS)", "near_turns", NUMBERS),
+    Bug("place in the tile", "turns + (i * 8 + tile_column(lane) + e)", "turns + (tile_column(lane) + e)", NUMBERS),
     Bug("turns of another tile", "size_t(begins / 16)", "size_t(begins / 32)", NUMBERS),
     Bug("neighbours for pairs", "turns ? k + PAIRS / 8 : 2 * k + 1;", "2 * k + 1;", NUMBERS),
     Bug("keys of the first eight tokens", "x.tile[i], sums.tile[r]);", "x.tile[0], sums.tile[r]);", NUMBERS),

@@ -100,7 +100,7 @@ def test_a_block_behind_two_to_the_31_words(
 @pytest.mark.parametrize(
     ("compute", "old", "new"),
     [
-        (decoded, "data + at[u] * WORDS", "data + int(at[u]) * WORDS"),
+        (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
         (unpacked, "data[row * WORDS + i % WORDS]", "data[int(row) * WORDS + i % WORDS]"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
     ],

@@ -81,8 +81,8 @@ ROW_BUGS = [
         "            if (sg == 0) threadgroup_barrier(",
         "barrier",
     ),
-    Bug("scale of another group", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2 * 2];", NUMBERS),
-    Bug("scale and bias exchanged", "bias[u] = biases[at[u]];", "bias[u] = scales[at[u]];", NUMBERS),
+    Bug("scale of another group", "tile.scale[u] = scales[at];", "tile.scale[u] = scales[at / 2 * 2];", NUMBERS),
+    Bug("scale and bias exchanged", "tile.bias[u] = biases[at];", "tile.bias[u] = scales[at];", NUMBERS),
     Bug(
         "nibbles from the high end",
         "fma(float((word >> (16 * i + 4 * e)) & 15u), float(scale)",
@@ -100,7 +100,13 @@ ROW_BUGS = [
     Bug("window off by one", "t > last[i] - window", "t >= last[i] - window", NUMBERS),
     Bug("causal off by one", "t <= last[i]", "t < last[i]", NUMBERS),
     Bug("heads mapped otherwise", "+ head * GQA + row % GQA;", "+ row % GQA * HEADS + head;", NUMBERS),
-    Bug("tail unguarded", "token < 16 && place < stop;", "token < 16;", NUMBERS),
+    Bug(
+        "tail unguarded",
+        "token < rows.last) {\n            const size_t at",
+        "token < 16) {\n            const size_t at",
+        NUMBERS,
+    ),
+    Bug("tokens before the window", "rows.first = metal::max(0, from - place);", "rows.first = 0;", NUMBERS),
     Bug(
         "partial never written",
         "} else if (tile_column(lane) == 0) {",
@@ -155,11 +161,11 @@ PREFIX_BUGS = [
     Bug("race with right numbers", f"{BARRIERS}{AFTER_LOOP}", AFTER_LOOP, "race"),
     Bug(
         "nibbles from the high end",
-        "(word >> (16 * i + 4 * e)) & 15u) | 0x6400u",
-        "(word >> (28 - 16 * i - 4 * e)) & 15u) | 0x6400u",
+        "(word >> (16 * i + 4 * e)) & 15u) | 0x6400u)) - half(1024), scale",
+        "(word >> (28 - 16 * i - 4 * e)) & 15u) | 0x6400u)) - half(1024), scale",
         NUMBERS,
     ),
-    Bug("scale of another token", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2];", NUMBERS),
+    Bug("scale of another token", "tile.scale[u] = scales[at];", "tile.scale[u] = scales[at / 2];", NUMBERS),
     Bug("sum not rescaled", "z[i] *= keep;", "", NUMBERS),
     Bug("queries of another simdgroup", "COOPERATIVE ? sg * Q * 8 : 0", "COOPERATIVE ? sg * Q * 4 : 0", "race"),
     Bug("tokens of another simdgroup", "tiles + tile * 16 * LD + n * 8", "tiles + n * 8", NUMBERS),
@@ -168,7 +174,7 @@ PREFIX_BUGS = [
         "rows beyond the group", "if (own_rows + row < MEMBERS * GQA) {", "if (row < MEMBERS * GQA) {", "out-of-bounds"
     ),
     Bug("heads mapped otherwise", "row_tokens + who % row_tokens) * D", "row_tokens + row % GQA) * D", "out-of-bounds"),
-    Bug("splits overlap", "begin + split * per;", "begin + split * (per - 64);", NUMBERS),
+    Bug("splits overlap", "+ split * ROUND;", "+ split * (ROUND - 64);", NUMBERS),
     Bug(
         "partial never written",
         "if (tile_column(lane) == 0) {\n                    tops",

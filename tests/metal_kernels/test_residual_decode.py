@@ -111,12 +111,17 @@ EIGHTS = Case(64, 1, 2, F16, (300,), value_rank=16)
 AFTER_VALUES = "        UNROLL for (int tile = 0; tile < TILES; ++tile) {"
 BUGS = [
     Bug("barrier missing", f"{BARRIERS}{AFTER_VALUES}", AFTER_VALUES, "race"),
-    Bug("table off by a block", "+ (size_t(slots[place / 256])", "+ (size_t(slots[(place + 1) / 256])", NUMBERS),
-    Bug("stride of whole eights", "% 256) * RANK + column", "% 256) * (EIGHTS * 8) + column", "out-of-bounds"),
+    Bug("table off by a block", "(residual_table + group * width, 0, next", "(residual_table + 1, 0, next", NUMBERS),
+    Bug(
+        "stride of whole eights",
+        "(rows.row + token) * RANK + column",
+        "(rows.row + token) * (EIGHTS * 8) + column",
+        "out-of-bounds",
+    ),
     Bug(
         "tail unguarded",
-        "if (token < 16 && place < stop && column < RANK) {\n            const device half* from",
-        "if (token < 16 && column < RANK) {\n            const device half* from",
+        "token < rows.last && column < RANK) {",
+        "token < 16 && column < RANK) {",
         NUMBERS,
     ),
     Bug(

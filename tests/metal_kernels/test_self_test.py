@@ -97,7 +97,12 @@ def test_residuals_that_are_wrong_are_named(emulate: Emulate) -> None:
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "wrong"),
     [
-        slow("decode", "near_turns + begins % 16 * (2 * PAIRS)", "near_turns + 2 * PAIRS", list(steps(WITH_KEYS))),
+        slow(
+            "decode",
+            "turns + (i * 8 + tile_column(lane) + e)",
+            "turns + (tile_column(lane) + e)",
+            list(steps(WITH_KEYS)),
+        ),
         ("unpack_residual", "a = x * cosine - b * sine;", "a = x;", ["unpack of keys with residuals"]),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.metal_kernels.decode import KeyResiduals, PreparedDecode, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
+from agentcache.metal_kernels.rope_tables import STEP, RopeTables, laid_out, no_rope
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import LowRankSide, unpack_residual
 from agentcache.models import fused
@@ -90,7 +90,8 @@ def _decoded(
     if first.value_a is not None and matrices.value_b is not None:
         values = ValueResiduals(first.value_a.array, matrices.value_b)
     residuals = Residuals(keys, values)
-    return prepared(own, arena.keys.arrays(), arena.values.arrays(), options.sinks, arena.keys.written, residuals)
+    packed = arena.keys.arrays(), arena.values.arrays()
+    return prepared(own, *packed, None, None, options.sinks, arena.keys.written, residuals)
 
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
@@ -164,7 +165,7 @@ class Turning:
         self._tables: dict[mx.Dtype, RopeTables] = {}
         self._capacity = 0
         self.pairs, self.interleaved = self._structure()
-        self._near = self._angles(range(NEAR))
+        self._near = self._angles(range(STEP))
         self._gain = np.hypot(*(side[0] for side in self._near))
         self.why_not = self._refusal()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from agentcache.metal_kernels.rope_tables import NEAR, STEP
+from agentcache.metal_kernels.rope_tables import STEP
 from agentcache.models.residual.fused import Turning, turning_of
 from agentcache.models.residual.kv import KeyForm
 
@@ -44,7 +44,7 @@ def test_two_turns_are_the_ropes(rope: Any, dim: int, pairs: int, interleaved: b
         return
     positions = np.array([0, 15, 16, 300, 4095])
     turns = turning.turns(4096, mx.float32)
-    assert turns.near.shape == (NEAR, 2 * pairs)
+    assert turns.near.shape == (STEP, 2 * pairs)
     assert turns.far.shape[0] > 4095 // STEP
     near, far = (
         np.array(table).reshape(-1, pairs // 2, 2, 2).swapaxes(1, 2).reshape(-1, 2, pairs)
