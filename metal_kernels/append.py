@@ -1,4 +1,4 @@
-"""Quantise a step's keys and values to 4 bits into the arenas, one launch per layer."""
+"""Quantise a step's keys and values per token into the arenas, one launch per layer."""
 
 from __future__ import annotations
 
@@ -12,60 +12,40 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.decode import PackedArrays
 from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
+from agentcache.metal_kernels.packing_text import PACKING
 
 _THREADS = 256
 _MOST_TRACED = 32  # tokens per row; longer chunks are rare and of many lengths
 
-# One thread per word of eight values. Threads of a quantisation group share its range.
+# One thread per eight values.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
-    const int lane = int(thread_index_in_simdgroup);
-    const int WORDS = D / 8;
-    const int SHARE = GS / 8;
+    const int UNITS = D / 8;
     const int tokens = params[0];
     const int row_tokens = params[1];
-    const int side_words = tokens * HEADS * WORDS;
-    const bool real = i < SIDES * side_words;
-    const bool is_key = i < side_words;
-    const int own = is_key ? i : i - side_words;
+    const int side_units = tokens * HEADS * UNITS;
+    const bool real = i < SIDES * side_units;
+    const bool is_key = i < side_units;
+    const int bits = is_key ? KEY_BITS : VALUE_BITS;
+    const int own = is_key ? i : i - side_units;
     float x[8];
-    float low = 30000.0f;
-    float high = -30000.0f;
     UNROLL for (int e = 0; e < 8; ++e) {
         const size_t from = size_t(own) * 8 + e;
-        const float value = real ? float(is_key ? keys[from] : values[from]) : 0.0f;
-        x[e] = value == value ? metal::max(-30000.0f, metal::min(value, 30000.0f)) : 0.0f;
-        low = metal::min(low, x[e]);
-        high = metal::max(high, x[e]);
+        x[e] = real ? limited(float(is_key ? keys[from] : values[from])) : 0.0f;
     }
-    UNROLL for (int b = SHARE / 2; b > 0; b >>= 1) {
-        low = metal::min(low, simd_shuffle_xor(low, ushort(b)));
-        high = metal::max(high, simd_shuffle_xor(high, ushort(b)));
-    }
-    const float range = metal::max((high - low) / 15.0f, 1.0e-7f);
-    const bool from_below = metal::max(low, -low) > metal::max(high, -high);
-    const float edge = from_below ? low : high;
-    const float width = from_below ? range : -range;
-    const float steps = metal::rint(edge / width);
-    const float scale = steps == 0.0f ? width : edge / steps;
-    const float bias = steps == 0.0f ? 0.0f : edge;
-    uint word = 0;
-    UNROLL for (int e = 0; e < 8; ++e)
-        word |= uint(metal::max(0.0f, metal::min(metal::rint((x[e] - bias) / scale), 15.0f))) << (4 * e);
+    uint words[2];
+    float scale;
+    float bias;
+    quantise_unit<GS / 8>(x, bits, words, scale, bias);
     if (real) {
-        const int token = own / WORDS % row_tokens;
-        const int head = own / WORDS / row_tokens % HEADS;
-        const int place = places[own / WORDS / row_tokens / HEADS * row_tokens + token];
+        const int token = own / UNITS % row_tokens;
+        const int head = own / UNITS / row_tokens % HEADS;
+        const int place = places[own / UNITS / row_tokens / HEADS * row_tokens + token];
         const size_t row = (size_t(place / 256) * HEADS + head) * 256 + place % 256;
         device uint* data = (device uint*)(is_key ? kq : vq);
         device half* scales = (device half*)(is_key ? ks : vs);
         device half* biases = (device half*)(is_key ? kb : vb);
-        data[row * WORDS + own % WORDS] = word;
-        if (lane % SHARE == 0) {
-            const size_t at = row * (D / GS) + own % WORDS / SHARE;
-            scales[at] = half(scale);
-            biases[at] = half(bias);
-        }
+        store_unit<GS>(data, scales, biases, row, UNITS, own % UNITS, bits, words, scale, bias);
     }
     if (i == 0) written[0] = 0;
 """
@@ -75,6 +55,7 @@ APPEND = KernelText(
     ("keys", "values", "places", "params", "before", "kq", "ks", "kb", "vq", "vs", "vb"),
     ("written",),
     _BODY,
+    PACKING,
     changed=("kq", "ks", "kb", "vq", "vs", "vb"),
 )
 
@@ -103,19 +84,19 @@ def append(
 
     Args:
         sides: keys, and values if any, [B, H_kv, n, D].
-        arenas: data, scales and biases of each side, [slots, H_kv, 256, ·].
+        arenas: data, scales and biases of each side, [slots, H_kv, 256, ·]; bits (4 or 8) are those of data's width.
         before: result of the last call for these arrays, which may still run.
     """
     before = nothing_written() if before is None else before
     return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)
 
 
-def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
+def packed_alone(x: mx.array, group_size: int, bits: int = 4) -> PackedArrays:
     """Pack x [B, H, n, D] into evaluated data, scales, biases [B, H, n, ·]."""
     batch, heads, num_tokens, dim = x.shape
     count = batch * num_tokens
     slots = -(-count // BLOCK_SIZE)
-    widths = ((dim // 8, mx.uint32), (dim // group_size, mx.float16), (dim // group_size, mx.float16))
+    widths = ((dim * bits // 32, mx.uint32), (dim // group_size, mx.float16), (dim // group_size, mx.float16))
     arenas = [mx.zeros((slots, heads, BLOCK_SIZE, width), dtype) for width, dtype in widths]
     mx.eval(arenas)
     places = Places(mx.arange(count, dtype=mx.int32), mx.array([count, num_tokens], mx.int32))
@@ -134,11 +115,12 @@ def _appending(num_sides: int, group_size: int, is_traced: bool) -> Callable[...
 def _append(num_sides: int, group_size: int, *given: mx.array) -> mx.array:
     sides, step, arenas = given[:num_sides], given[num_sides : num_sides + 3], given[num_sides + 3 :]
     _, kv_heads, _, dim = sides[0].shape
-    words = num_sides * sides[0].size // 8
+    units = num_sides * sides[0].size // 8
+    bits = {f"{side}_BITS": data.shape[3] * 32 // dim for side, data in (("KEY", arenas[0]), ("VALUE", arenas[-3]))}
     [written] = APPEND.launch(
         [sides[0], sides[-1], *step, *arenas[:3], *arenas[-3:]],
-        {"D": dim, "GS": group_size, "HEADS": kv_heads, "SIDES": num_sides},
-        threadgroups=-(-words // _THREADS),
+        {"D": dim, "GS": group_size, "HEADS": kv_heads, "SIDES": num_sides, **bits},
+        threadgroups=-(-units // _THREADS),
         threads=_THREADS,
         outputs=[((1,), mx.int32)],
     )

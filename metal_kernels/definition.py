@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.packing_text import GROUP_TOKENS
 
 Array = NDArray[np.float64]
 # As `decode.PackedArrays`.
 PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
-GROUP_TOKENS = 64  # that share a channel's scale and bias
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
@@ -25,19 +25,26 @@ def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
     return result
 
 
-def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]:
-    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], unrounded scales and biases [..., D/group_size]."""
+def packed(x: Array, group_size: int, bits: int = 4) -> tuple[NDArray[np.uint32], Array, Array]:
+    """Pack [..., D] as `mx.quantize`: data [..., D*bits/32], unrounded scales and biases [..., D/group_size]."""
     groups = np.clip(np.nan_to_num(x, nan=0.0), -30000, 30000).reshape(*x.shape[:-1], -1, group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    width = np.maximum((high - low) / 15, 1e-7)
+    most = 2**bits - 1
+    width = np.maximum((high - low) / most, 1e-7)
     from_below = np.abs(low) > np.abs(high)
     edge, width = np.where(from_below, low, high), np.where(from_below, width, -width)
     steps = np.rint(edge / width)
     scales = np.where(steps == 0, width, edge / np.where(steps == 0, 1, steps))
     biases = np.where(steps == 0, 0.0, edge)
-    codes = np.clip(np.rint((groups - biases[..., None]) / scales[..., None]), 0, 15).astype(np.uint32)
-    words = codes.reshape(*x.shape[:-1], -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    codes = np.clip(np.rint((groups - biases[..., None]) / scales[..., None]), 0, most).astype(np.uint32)
+    words = codes.reshape(*x.shape[:-1], -1, 32 // bits) << np.arange(0, 32, bits, dtype=np.uint32)
     return words.sum(axis=-1, dtype=np.uint32), scales, biases
+
+
+def stored(x: Array, group_size: int, bits: int) -> PackedNumpy:
+    """`packed` with float16 scales and biases."""
+    data, scales, biases = packed(x, group_size, bits)
+    return data, scales.astype(np.float16), biases.astype(np.float16)
 
 
 def quantise_by_channel(x: np.ndarray, bits: int = 4) -> tuple[NDArray[np.uint32], np.ndarray, np.ndarray]:
@@ -68,6 +75,16 @@ def unpacked_by_channel(packed: PackedNumpy, bits: int = 4) -> Array:
     groups = codes.reshape(*scales.shape[:-1], GROUP_TOKENS, -1).astype(np.float64)
     result: Array = (groups * scales[..., None, :] + biases[..., None, :]).reshape(codes.shape)
     return result
+
+
+def sealed(keys: PackedNumpy, values: PackedNumpy, group_size: int) -> tuple[PackedNumpy, PackedNumpy]:
+    """Keys and values of full blocks from those of open blocks."""
+    return quantise_by_channel(unpacked(keys, 8)), stored(unpacked(values, 8), group_size, 4)
+
+
+def reopened(keys: PackedNumpy, values: PackedNumpy, group_size: int) -> tuple[PackedNumpy, PackedNumpy]:
+    """Keys and values of open blocks from those of full blocks."""
+    return stored(unpacked_by_channel(keys), group_size, 8), stored(unpacked(values), group_size, 8)
 
 
 def row_of(

@@ -2,63 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.decode import PackedArrays, no_residuals
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.numbers import ints
+from agentcache.metal_kernels.packing_text import GROUP_TOKENS, PACKING
 from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 
 _THREADS = 256
+_TOKENS_BY_CHANNEL = 8
 
-# One thread per word; that of a group's first word loads scale and bias.
+# One thread per eight values of TOKENS tokens of a group of 64. By channel, these share scales and biases; else the
+# thread of a group's first values loads them for the others.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
     const int tokens = params[0];
-    const int WORDS = D / 8;
+    const int UNITS = D / 8;
     const int SHARE = GS / 8;
-    const bool real = i < HEADS * tokens * WORDS;
-    uint word = 0;
-    float scale = 0.0f;
-    float bias = 0.0f;
-    if (real) {
-        const int token = i / WORDS % tokens;
-        const int head = i / WORDS / tokens;
-        const size_t row = (size_t(table[token / 256]) * HEADS + head) * 256 + token % 256;
-        word = data[row * WORDS + i % WORDS];
-        if (lane % SHARE == 0) {
-            const size_t at = row * (D / GS) + i % WORDS / SHARE;
-            scale = float(scales[at]);
-            bias = float(biases[at]);
+    const int RUNS = 64 / TOKENS;
+    const int groups = (tokens + 63) / 64;
+    const int unit = i % UNITS;
+    const int group = i / UNITS / RUNS % groups;
+    const int head = i / UNITS / RUNS / groups;
+    const int first = group * 64 + i / UNITS % RUNS;
+    const bool real = head < HEADS && first < tokens;
+    const size_t row = (size_t(table[group / 4]) * HEADS + head) * 256 + first % 256;
+    uint words[TOKENS * BITS / 4];
+    UNROLL for (int t = 0; t < TOKENS; ++t) {
+        if (real && first + t * RUNS < tokens)
+            load_words<BITS>(data + ((row + t * RUNS) * UNITS + unit) * (BITS / 4), words + t * (BITS / 4));
+    }
+    const size_t at = factors_at<BY_CHANNEL, D, GS>(row, unit);
+    float scale[8];
+    float bias[8];
+    if (BY_CHANNEL) {
+        if (real) {
+            load_factors<BY_CHANNEL>(scales + at, scale);
+            load_factors<BY_CHANNEL>(biases + at, bias);
+        }
+    } else {
+        const bool loads = real && lane % SHARE == 0;
+        const float own_scale = loads ? float(scales[at]) : 0.0f;
+        const float own_bias = loads ? float(biases[at]) : 0.0f;
+        scale[0] = simd_shuffle(own_scale, ushort(lane / SHARE * SHARE));
+        bias[0] = simd_shuffle(own_bias, ushort(lane / SHARE * SHARE));
+    }
+    UNROLL for (int t = 0; t < TOKENS; ++t) {
+        const int token = first + t * RUNS;
+        if (real && token < tokens) {
+            float x[8];
+            UNROLL for (int e = 0; e < 8; ++e) {
+                const int of = BY_CHANNEL ? e : 0;
+                x[e] = metal::fma(code<BITS>(words + t * (BITS / 4), e), scale[of], bias[of]);
+            }
+            store8<T>(out + (size_t(head) * tokens + token) * D + unit * 8, x);
         }
     }
-    scale = simd_shuffle(scale, ushort(lane / SHARE * SHARE));
-    bias = simd_shuffle(bias, ushort(lane / SHARE * SHARE));
-    float x[8];
-    UNROLL for (int e = 0; e < 8; ++e) x[e] = metal::fma(float((word >> (4 * e)) & 15u), scale, bias);
-    if (real) store8<T>(out + size_t(i) * 8, x);
 """
 
-UNPACK = KernelText("agentcache_unpack", ("data", "scales", "biases", "table", "params", "written"), ("out",), _BODY)
+UNPACK = KernelText(
+    "agentcache_unpack", ("data", "scales", "biases", "table", "params", "written"), ("out",), _BODY, PACKING
+)
+
+
+class PackedForm(NamedTuple):
+    """How a side's arrays are packed: constants of kernels that unpack."""
+
+    dim: int
+    group_size: int
+    bits: int
+    by_channel: bool
+
+    @classmethod
+    def of(cls, packed: PackedArrays, bits: int) -> PackedForm:
+        data, scales, _ = packed
+        dim = data.shape[3] * 32 // bits
+        by_channel = scales.shape[2] < BLOCK_SIZE
+        return cls(dim, GROUP_TOKENS if by_channel else dim // scales.shape[3], bits, by_channel)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {"D": self.dim, "GS": self.group_size, "BITS": self.bits, "BY_CHANNEL": self.by_channel}
 
 
 def unpack(
-    packed: PackedArrays, block_ids: mx.array, num_tokens: int, dtype: mx.Dtype, written: mx.array | None = None
+    packed: PackedArrays,
+    block_ids: mx.array,
+    num_tokens: int,
+    dtype: mx.Dtype,
+    written: mx.array | None = None,
+    *,
+    bits: int = 4,
 ) -> mx.array:
     """Unpack the first tokens of the blocks `block_ids`, int32 [n], to [1, H_kv, num_tokens, D].
 
-    `written`: result of `append` for these arrays in the same graph.
+    Args:
+        packed: with scales and biases of each token, or by channel: [slots, H_kv, 4, D].
+        written: result of `append` or `seal` for these arrays in the same graph.
     """
-    kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
-    words = kv_heads * num_tokens * dim // 8
+    form = PackedForm.of(packed, bits)
+    kv_heads, dim = packed[0].shape[1], form.dim
+    tokens = _TOKENS_BY_CHANNEL if form.by_channel else 1
+    threads = kv_heads * -(-num_tokens // GROUP_TOKENS) * (GROUP_TOKENS // tokens) * (dim // 8)
     counts = ints((num_tokens,))
     [out] = UNPACK.launch(
         [*packed, block_ids, counts, counts if written is None else written],
-        {"T": dtype, "D": dim, "HEADS": kv_heads, "GS": dim // packed[1].shape[3]},
-        threadgroups=-(-words // _THREADS),
+        {"T": dtype, "HEADS": kv_heads, "TOKENS": tokens, **form.constants},
+        threadgroups=-(-threads // _THREADS),
         threads=_THREADS,
         outputs=[((1, kv_heads, num_tokens, dim), dtype)],
     )
@@ -67,11 +123,25 @@ def unpack(
 
 _TOKENS = 4  # per thread: a row of B is loaded once for all
 
-# One thread per two words of some tokens: those that rope pairs, or neighbours.
+# One thread per two units of some tokens: those that rope pairs, or neighbours.
 _FUNCTIONS = """
-METAL_FUNC void unpack_scaled(uint word, half scale, half bias, float factor, thread float* x) {
-    UNROLL for (int e = 0; e < 8; ++e)
-        x[e] = factor * metal::fma(float((word >> (4 * e)) & 15u), float(scale), float(bias));
+template <int BITS>
+METAL_FUNC void unpack_scaled(const device uint* from, const thread float* scale, const thread float* bias,
+                              float factor, thread float* x) {
+    uint words[BITS / 4];
+    load_words<BITS>(from, words);
+    UNROLL for (int e = 0; e < 8; ++e) x[e] = factor * metal::fma(code<BITS>(words, e), scale[e], bias[e]);
+}
+// Scales and biases of two units.
+struct Factors { float scale[2][8]; float bias[2][8]; };
+template <bool BY_CHANNEL, int D, int GS>
+METAL_FUNC void load_both(const device half* scales, const device half* biases, size_t row, int a, int b,
+                          thread Factors& factors) {
+    const size_t at[2] = {factors_at<BY_CHANNEL, D, GS>(row, a), factors_at<BY_CHANNEL, D, GS>(row, b)};
+    UNROLL for (int i = 0; i < 2; ++i) {
+        load_factors<BY_CHANNEL>(scales + at[i], factors.scale[i]);
+        load_factors<BY_CHANNEL>(biases + at[i], factors.bias[i]);
+    }
 }
 template <int RANK> METAL_FUNC void load_ranks(const device half* from, int begin, thread half* x) {
     if (RANK % 8 == 0) {
@@ -94,13 +164,12 @@ _RESIDUAL_BODY = """
     const int i = int(thread_position_in_grid.x);
     const int tokens = params[0];
     const int base = params[1];
-    const int WORDS = D / 8;
-    const int SHARE = GS / 8;
+    const int UNITS = D / 8;
     const int runs = (tokens + TOKENS - 1) / TOKENS;
-    if (i < HEADS * runs * (WORDS / 2)) {
-        const int unit = i % (WORDS / 2);
-        const int first = i / (WORDS / 2) % runs * TOKENS;
-        const int head = i / (WORDS / 2) / runs;
+    if (i < HEADS * runs * (UNITS / 2)) {
+        const int unit = i % (UNITS / 2);
+        const int first = i / (UNITS / 2) % runs * TOKENS;
+        const int head = i / (UNITS / 2) / runs;
         const bool apart = !INTERLEAVED && unit < PAIRS / 8;
         const int a = apart ? unit : 2 * unit;
         const int b = apart ? unit + PAIRS / 8 : 2 * unit + 1;
@@ -132,10 +201,13 @@ _RESIDUAL_BODY = """
                 }
             }
         }
+        const size_t begin_row = (size_t(table[first / 256]) * HEADS + head) * 256 + first % 256;
+        Factors factors;
+        if (BY_CHANNEL) load_both<BY_CHANNEL, D, GS>(scales, biases, begin_row, a, b, factors);
         UNROLL for (int t = 0; t < TOKENS; ++t) {
             const int token = first + t;
             if (token < tokens) {
-                const size_t row = (size_t(table[token / 256]) * HEADS + head) * 256 + token % 256;
+                const size_t row = begin_row + t;
                 const device float* near = near_turns + size_t((base + token) % STEP) * (2 * PAIRS);
                 const device float* far = far_turns + size_t((base + token) / STEP) * (2 * PAIRS);
                 UNROLL for (int e = 0; e < 8; ++e) {
@@ -154,10 +226,10 @@ _RESIDUAL_BODY = """
                 }
                 float v[8];
                 float w[8];
-                const size_t of_a = row * (D / GS) + a / SHARE;
-                const size_t of_b = row * (D / GS) + b / SHARE;
-                unpack_scaled(data[row * WORDS + a], scales[of_a], biases[of_a], ratio, v);
-                unpack_scaled(data[row * WORDS + b], scales[of_b], biases[of_b], ratio, w);
+                if (!BY_CHANNEL) load_both<BY_CHANNEL, D, GS>(scales, biases, row, a, b, factors);
+                const device uint* words = data + row * UNITS * (BITS / 4);
+                unpack_scaled<BITS>(words + a * (BITS / 4), factors.scale[0], factors.bias[0], ratio, v);
+                unpack_scaled<BITS>(words + b * (BITS / 4), factors.scale[1], factors.bias[1], ratio, w);
                 UNROLL for (int e = 0; e < 8; ++e) {
                     v[e] = metal::fma(agent, x[t * 8 + e], v[e]);
                     w[e] = metal::fma(agent, y[t * 8 + e], w[e]);
@@ -178,7 +250,7 @@ UNPACK_RESIDUAL = KernelText(
     ),
     ("out",),
     _RESIDUAL_BODY,
-    _FUNCTIONS,
+    PACKING + _FUNCTIONS,
 )
 
 
@@ -209,9 +281,11 @@ def unpack_residual(
     *,
     base: int = 0,
     written: mx.array | None = None,
+    bits: int = 4,
 ) -> mx.array:
     """As `unpack`, with residuals; the first token is at position `base`."""
-    kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
+    form = PackedForm.of(packed, bits)
+    kv_heads, dim = packed[0].shape[1], form.dim
     turns = side.turns or no_rope(mx.float32)
     nothing = no_residuals(mx.float16)
     counts = ints((num_tokens, base))
@@ -222,9 +296,8 @@ def unpack_residual(
         ],
         {
             "T": dtype,
-            "D": dim,
             "HEADS": kv_heads,
-            "GS": dim // packed[1].shape[3],
+            **form.constants,
             "RANK": side.low_rank.shape[2],
             "PAIRS": turns.pairs,
             "INTERLEAVED": turns.interleaved,

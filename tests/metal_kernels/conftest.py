@@ -13,11 +13,12 @@ from agentcache.metal_kernels.decode import MERGE
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
+from agentcache.metal_kernels.seal import REOPEN, SEAL
 from agentcache.metal_kernels.unpack import UNPACK, UNPACK_RESIDUAL
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
-KERNELS = (APPEND, DECODE, LATENT_DECODE, MERGE, UNPACK, UNPACK_RESIDUAL)
+KERNELS = (APPEND, DECODE, LATENT_DECODE, MERGE, REOPEN, SEAL, UNPACK, UNPACK_RESIDUAL)
 Emulate = Callable[..., list[Result]]
 
 

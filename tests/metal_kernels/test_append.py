@@ -9,7 +9,7 @@ import pytest
 from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.append import packed_alone
-from agentcache.metal_kernels.definition import packed, unpacked
+from agentcache.metal_kernels.definition import stored, unpacked
 from tests.marks import slow
 from tests.metal_kernels.cases import DTYPES
 from tests.metal_kernels.conftest import Emulate
@@ -29,12 +29,11 @@ def drawn(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
     return mx.array(x.astype(np.float32)).astype(dtype)
 
 
-def off(x: mx.array, group_size: int) -> float:
+def off(x: mx.array, group_size: int, bits: int = 4) -> float:
     """Largest difference from the definition, beside the rounding of scales to float16."""
-    made = tuple(np.array(part) for part in packed_alone(x, group_size))
-    data, scales, biases = packed(np.array(x.astype(mx.float32)).astype(np.float64), group_size)
-    wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
-    return float(np.abs(unpacked(made) - wanted).max())
+    data, scales, biases = (np.array(part) for part in packed_alone(x, group_size, bits))
+    wanted = unpacked(stored(np.array(x.astype(mx.float32)).astype(np.float64), group_size, bits), bits)
+    return float(np.abs(unpacked((data, scales, biases), bits) - wanted).max())
 
 
 SIZES = [(64, 64), (96, 32), (128, 64), (192, 64), (256, 64)]
@@ -60,24 +59,37 @@ def test_every_shape_equals_what_mlx_packs(dim: int, group_size: int, dtype: mx.
         assert off(x, group_size) <= 1e-6
 
 
+@pytest.mark.parametrize(("dim", "group_size"), [SIZES[0], SIZES[1], *(slow(*size) for size in SIZES[2:])])
+def test_every_shape_equals_what_mlx_packs_in_eight_bits(dim: int, group_size: int, emulate: Emulate) -> None:
+    emulate()
+    x = drawn((2, 3, 5, dim), mx.float32)
+    for made, wanted in zip(packed_alone(x, group_size, 8), quantise(x, Quantisation(8, group_size)), strict=True):
+        assert made.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.array(made), np.array(wanted))
+    assert off(x, group_size, 8) <= 1e-6
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_no_finding_in_any_schedule(schedule: Schedule, emulate: Emulate) -> None:
+def test_no_finding_in_any_schedule(schedule: Schedule, bits: int, emulate: Emulate) -> None:
     emulate(schedule)
-    assert off(drawn((1, 3, 5, 96), mx.float16), 32) <= 0.3  # a jittered quotient may round to the next step
+    assert off(drawn((1, 3, 5, 96), mx.float16), 32, bits) <= 0.3  # a jittered quotient may round to the next step
 
 
-def test_what_is_no_number_is_packed_as_one(emulate: Emulate) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_no_number_is_packed_as_one(bits: int, emulate: Emulate) -> None:
     emulate()
     x = drawn((1, 1, 4, 64), mx.float32)
     x[0, 0, 0, 3], x[0, 0, 1, 5], x[0, 0, 2, 7] = float("nan"), float("inf"), -float("inf")
-    for made, wanted in zip(packed_alone(x, 64), quantise(x, Quantisation()), strict=True):
+    for made, wanted in zip(packed_alone(x, 64, bits), quantise(x, Quantisation(bits)), strict=True):
         np.testing.assert_array_equal(np.array(made), np.array(wanted))
 
 
-def test_every_byte_moves_once(emulate: Emulate) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_byte_moves_once(bits: int, emulate: Emulate) -> None:
     log = emulate()
-    packed_alone(drawn((1, 3, 5, 96), mx.float16), 32)
+    packed_alone(drawn((1, 3, 5, 96), mx.float16), 32, bits)
     [result] = log
     assert result.traffic["keys"].read == 3 * 5 * 96 * 2
-    assert sum(result.traffic[name].written for name in ("kq", "ks", "kb")) == 3 * 5 * (96 // 2 + 96 // 32 * 4)
+    assert sum(result.traffic[name].written for name in ("kq", "ks", "kb")) == 3 * 5 * (96 * bits // 8 + 96 // 32 * 4)
     assert sum(result.traffic[name].written for name in ("vq", "vs", "vb")) == 0

@@ -101,7 +101,7 @@ def test_a_block_behind_two_to_the_31_words(
     ("compute", "old", "new"),
     [
         (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
-        (unpacked, "data[row * WORDS + i % WORDS]", "data[int(row) * WORDS + i % WORDS]"),
+        (unpacked, "data + ((row + t * RUNS) * UNITS", "data + ((int(row) + t * RUNS) * UNITS"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
     ],
 )

@@ -18,6 +18,7 @@ import pytest
 from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.append import Places, append
+from agentcache.metal_kernels.block_cases import BlockCase
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
@@ -27,6 +28,7 @@ from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import KernelFindings
 from tests.metal_kernels.test_append import drawn
 from tests.metal_kernels.test_unpack import run as run_unpack
+from tests.metal_kernels.test_unpack import run_by_channel
 
 pytestmark = needs_clang
 
@@ -193,81 +195,88 @@ PREFIX_BUGS = [
     Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
 ]
 UNPACK_BUGS = [
-    Bug("tail unguarded", "if (real) store8<T>", "store8<T>", "out-of-bounds", UNPACK),
-    Bug("tail too short", "i < HEADS * tokens * WORDS", "i < HEADS * tokens * WORDS - 1", "unwritten", UNPACK),
-    Bug("scale of the simdgroup", "if (lane % SHARE == 0) {", "if (lane == 0) {", NUMBERS, UNPACK),
-    Bug("scale of another group", "+ i % WORDS / SHARE", "+ 0", NUMBERS, UNPACK),
+    Bug("tail unguarded", "if (real && token < tokens) {", "{", "out-of-bounds", UNPACK),
+    Bug("tail too short", "HEADS && first < tokens;", "HEADS && first < tokens - 1;", "unwritten", UNPACK),
+    Bug("scale of the simdgroup", "real && lane % SHARE == 0;", "real && lane == 0;", NUMBERS, UNPACK),
+    Bug("scale of another group", "row * (D / GS) + unit / (GS / 8);", "row * (D / GS);", NUMBERS, UNPACK),
     Bug(
         "bias of another lane",
-        "bias = simd_shuffle(bias, ushort(lane / SHARE * SHARE))",
-        "bias = simd_shuffle(bias, ushort(0))",
+        "simd_shuffle(own_bias, ushort(lane / SHARE * SHARE))",
+        "simd_shuffle(own_bias, ushort(0))",
         NUMBERS,
         UNPACK,
     ),
     Bug(
         "simd operation under divergence",
-        "    scale = simd_shuffle",
-        "    if (real) scale = simd_shuffle",
+        "        scale[0] = simd_shuffle",
+        "        if (real) scale[0] = simd_shuffle",
         "divergent",
         UNPACK,
     ),
+    Bug("nibbles from the high end", "] >> (e * BITS % 32)", "] >> (28 - e * BITS % 32)", NUMBERS, UNPACK),
+    Bug("table off by a block", "table[group / 4]", "table[(group + 1) / 4]", NUMBERS, UNPACK),
+    Bug("heads mapped otherwise", "i / UNITS / RUNS / groups;", "i / UNITS % HEADS;", "unwritten", UNPACK),
+    Bug("place beyond the block", "* 256 + first % 256;", "* 256 + first;", NUMBERS, UNPACK),
+    Bug("two threads, one place", "* D + unit * 8, x", "* D + unit / 2 * 8, x", "race", UNPACK),
+    Bug("beside the end", "* D + unit * 8, x", "* D + unit * 8 + 8, x", "out-of-bounds", UNPACK),
+    Bug("write to an input", "uint words[TOKENS", "scales[0] = half(0); uint words[TOKENS", SYNTAX, UNPACK),
+    Bug("double", "const float own_scale", "const double own_scale", SYNTAX, UNPACK),
+]
+BY_CHANNEL_BUGS = [
+    Bug("groups of 32 tokens", "row / 64 * D + unit", "row / 32 * D + unit", NUMBERS, UNPACK),
+    Bug("group off by one", "row / 64 * D + unit", "(row / 64 + 1) * D + unit", NUMBERS, UNPACK),
+    Bug("scale of another channel", "* D + unit * 8 :", "* D :", NUMBERS, UNPACK),
+    Bug("one scale for eight channels", "const int of = BY_CHANNEL ? e : 0;", "const int of = 0;", NUMBERS, UNPACK),
     Bug(
-        "nibbles from the high end",
-        "(word >> (4 * e)) & 15u), scale",
-        "(word >> (28 - 4 * e)) & 15u), scale",
-        NUMBERS,
-        UNPACK,
+        "bias as scale", "load_factors<BY_CHANNEL>(biases + at", "load_factors<BY_CHANNEL>(scales + at", NUMBERS, UNPACK
     ),
-    Bug("table off by a block", "table[token / 256]", "table[(token + 1) / 256]", NUMBERS, UNPACK),
-    Bug("heads mapped otherwise", "i / WORDS / tokens;", "i / WORDS % HEADS;", NUMBERS, UNPACK),
-    Bug("place beyond the block", "* 256 + token % 256", "* 256 + token", NUMBERS, UNPACK),
-    Bug("two threads, one place", "out + size_t(i) * 8", "out + size_t(i / 2) * 8", "race", UNPACK),
-    Bug("beside the end", "out + size_t(i) * 8", "out + size_t(i) * 8 + 8", "out-of-bounds", UNPACK),
-    Bug("write to an input", "scale = float(scales[at]);", "scales[at] = half(0);", SYNTAX, UNPACK),
-    Bug("double", "float scale = 0.0f;", "double scale = 0.0;", SYNTAX, UNPACK),
+    Bug("scales per token", "return BY_CHANNEL ?", "return !BY_CHANNEL ?", NUMBERS, UNPACK),
+    Bug("tokens in a row", "const int token = first + t * RUNS;", "const int token = first + t;", "race", UNPACK),
+    Bug("words of the next token", "data + ((row + t * RUNS)", "data + ((row + t)", NUMBERS, UNPACK),
+    Bug("tail unguarded", "if (real && token < tokens) {", "if (real) {", "race", UNPACK),
+    Bug("tail not read", "if (real && first + t * RUNS < tokens)", "if (t == 0 && real)", NUMBERS, UNPACK),
+    Bug("last group left out", "(tokens + 63) / 64;", "tokens / 64;", "unwritten", UNPACK),
+    Bug("registers too short", "uint words[TOKENS * BITS / 4];", "uint words[TOKENS * BITS / 8];", "undefined", UNPACK),
+    Bug("write to an input", "uint words[TOKENS", "scales[0] = half(0); uint words[TOKENS", SYNTAX, UNPACK),
 ]
 
 
 APPEND_BUGS = [
     Bug(
-        "tail unguarded",
-        "    if (real) {\n        const int token",
-        "    {\n        const int token",
-        "out-of-bounds",
-        APPEND,
+        "tail unguarded", "    if (real) {\n        const int token", "    {\n        const int token", "out-of-bounds"
     ),
-    Bug("tail read", "real ? float(is_key", "true ? float(is_key", "out-of-bounds", APPEND),
-    Bug("last word left out", "i < SIDES * side_words;", "i < SIDES * side_words - 1;", NUMBERS, APPEND),
-    Bug("values left out", "i < SIDES * side_words;", "i < side_words;", NUMBERS, APPEND),
-    Bug("values to the keys", "(is_key ? kq : vq)", "(is_key ? kq : kq)", "race", APPEND),
-    Bug("range of half a group", "int b = SHARE / 2;", "int b = SHARE / 4;", NUMBERS, APPEND),
-    Bug("range of two groups", "int b = SHARE / 2;", "int b = SHARE;", NUMBERS, APPEND),
+    Bug("tail read", "real ? limited(float(is_key", "true ? limited(float(is_key", "out-of-bounds"),
+    Bug("last unit left out", "i < SIDES * side_units;", "i < SIDES * side_units - 1;", NUMBERS),
+    Bug("values left out", "i < SIDES * side_units;", "i < side_units;", NUMBERS),
+    Bug("values to the keys", "(is_key ? kq : vq)", "(is_key ? kq : kq)", "race"),
+    Bug("range of half a group", "int b = SHARE / 2;", "int b = SHARE / 4;", NUMBERS),
+    Bug("range of two groups", "int b = SHARE / 2;", "int b = SHARE;", NUMBERS),
     Bug(
         "simd operation under divergence",
         "        low = metal::min(low, simd_shuffle_xor",
-        "        if (real) low = metal::min(low, simd_shuffle_xor",
+        "        if (x[0] > 0.0f) low = metal::min(low, simd_shuffle_xor",
         "divergent",
-        APPEND,
     ),
-    Bug(
-        "scale of another group",
-        "% WORDS / SHARE;\n            scales",
-        "% WORDS / SHARE / 2;\n            scales",
-        "race",
-        APPEND,
-    ),
-    Bug("every lane its scale", "if (lane % SHARE == 0)", "if (true)", "race", APPEND),
-    Bug("nibbles from the high end", "<< (4 * e)", "<< (28 - 4 * e)", NUMBERS, APPEND),
-    Bug("fifteen becomes sixteen", "bias) / scale), 15.0f)", "bias) / scale), 16.0f)", NUMBERS, APPEND),
-    Bug("rounded down", "metal::rint((x[e] - bias) / scale)", "metal::floor((x[e] - bias) / scale)", NUMBERS, APPEND),
-    Bug("always from above", "from_below ? low : high", "high", NUMBERS, APPEND),
-    Bug("two threads, one place", "data[row * WORDS", "data[row / 256 * WORDS", "race", APPEND),
-    Bug("heads mapped otherwise", "/ 256) * HEADS + head)", "/ 256) + head)", NUMBERS, APPEND),
-    Bug("place off by a block", "size_t(place / 256)", "size_t((place + 1) / 256)", NUMBERS, APPEND),
-    Bug("token of another row", "/ HEADS * row_tokens + token]", "/ HEADS + token]", "race", APPEND),
-    Bug("nothing to wait for", "if (i == 0) written[0] = 0;", "", "unwritten", APPEND),
-    Bug("write to an input", "data[row * WORDS", "params[0] = 0; data[row * WORDS", SYNTAX, APPEND),
-    Bug("double", "const float range =", "const double range =", SYNTAX, APPEND),
+    Bug("scale of another group", "(row * units + unit) / (GS / 8);", "(row * units + unit) / (GS / 4);", "race"),
+    Bug("every lane its scale", "if (unit % (GS / 8) == 0) {", "{", "race"),
+    Bug("nibbles from the high end", "code << (bits * e);", "code << (32 - bits - bits * e);", NUMBERS),
+    Bug("highest code one more", "bias) / scale), most)));", "bias) / scale), most + 1.0f)));", NUMBERS),
+    Bug("rounded down", "metal::rint((x[e] - bias) / scale)", "metal::floor((x[e] - bias) / scale)", NUMBERS),
+    Bug("always from above", "from_below ? low : high", "high", NUMBERS),
+    Bug("two threads, one place", "data[(row * units + unit) * (bits / 4)]", "data[row / 256 * units + unit]", "race"),
+    Bug("heads mapped otherwise", "/ 256) * HEADS + head)", "/ 256) + head)", NUMBERS),
+    Bug("place off by a block", "size_t(place / 256)", "size_t((place + 1) / 256)", NUMBERS),
+    Bug("token of another row", "/ HEADS * row_tokens + token]", "/ HEADS + token]", "race"),
+    Bug("nothing to wait for", "if (i == 0) written[0] = 0;", "", "unwritten"),
+    Bug("write to an input", "float x[8];\n", "params[0] = 0; float x[8];\n", SYNTAX),
+    Bug("double", "const float range =", "const double range =", SYNTAX),
+]
+EIGHT_BITS_BUGS = [
+    Bug("fifteen steps", "float((1 << bits) - 1);", "15.0f;", NUMBERS),
+    Bug("second word left out", "if (bits == 8) data", "if (bits == 16) data", NUMBERS),
+    Bug("values as keys", "is_key ? KEY_BITS : VALUE_BITS", "KEY_BITS", "out-of-bounds"),
+    Bug("words exchanged", "words[1] |= code << (bits * e - 32);", "words[0] |= code << (bits * e - 32);", NUMBERS),
+    Bug("words of 4 bits", "* units + unit) * (bits / 4)]", "* units + unit)]", "race"),
 ]
 
 
@@ -297,17 +306,23 @@ def test_decode(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(lambda: decoded_right(ROW))
 
 
-def appended_right() -> bool:
+def by_channel_right() -> bool:
+    out, expected = run_by_channel(BlockCase(96, 2), 261)
+    return error(out, expected) <= 1e-6
+
+
+def appended_right(key_bits: int = 4, value_bits: int = 4) -> bool:
     """A step of two rows, five tokens each, of which some go to another block."""
     keys, values = drawn((2, 3, 5, 96), mx.float32), drawn((2, 3, 5, 96), mx.float32, seed=1)
     places = [254, 255, 3 * 256, 3 * 256 + 1, 3 * 256 + 2, *range(512 + 9, 512 + 14)]
-    widths = ((12, mx.uint32), (3, mx.float16), (3, mx.float16))
-    arenas = [mx.zeros((4, 3, 256, width), dtype) for _ in range(2) for width, dtype in widths]
+    both = (Quantisation(key_bits, 32), Quantisation(value_bits, 32))
+    widths = [((3 * each.bits, mx.uint32), (3, mx.float16), (3, mx.float16)) for each in both]
+    arenas = [mx.zeros((4, 3, 256, width), dtype) for side in widths for width, dtype in side]
     mx.eval(arenas)
     made = Places(mx.array(places, mx.int32), mx.array([10, 5], mx.int32))
     mx.eval(append([keys, values], arenas, made, 32))
     wanted = [np.zeros_like(np.array(arena)) for arena in arenas]
-    for index, part in enumerate([*quantise(keys, Quantisation(4, 32)), *quantise(values, Quantisation(4, 32))]):
+    for index, part in enumerate([*quantise(keys, both[0]), *quantise(values, both[1])]):
         tokens = np.array(part).swapaxes(1, 2).reshape(10, 3, -1)
         for place, token in zip(places, tokens, strict=True):
             wanted[index][place // 256, :, place % 256] = token
@@ -316,8 +331,14 @@ def appended_right() -> bool:
 
 @pytest.mark.parametrize("bug", firsts(APPEND_BUGS), ids=str)
 def test_append(bug: Bug, emulate: Emulate) -> None:
-    emulate(edits={bug.kernel: bug.plant})
+    emulate(edits={APPEND: bug.plant})
     assert bug.caught_by in caught(appended_right)
+
+
+@pytest.mark.parametrize("bug", EIGHT_BITS_BUGS, ids=str)
+def test_append_of_keys_in_eight_bits(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={APPEND: bug.plant})
+    assert bug.caught_by in caught(lambda: appended_right(8, 4))
 
 
 @pytest.mark.parametrize("bug", firsts(PREFIX_BUGS), ids=str)
@@ -334,8 +355,16 @@ def test_unpack(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(unpacked_right)
 
 
+@pytest.mark.parametrize("bug", firsts(BY_CHANNEL_BUGS), ids=str)
+def test_unpack_by_channel(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(by_channel_right)
+
+
 @pytest.mark.parametrize(
-    "bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, APPEND_BUGS], ids=["decode", "prefix", "unpack", "append"]
+    "bugs",
+    [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, BY_CHANNEL_BUGS, APPEND_BUGS],
+    ids=["decode", "prefix", "unpack", "unpack by channel", "append"],
 )
 def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
     assert len(bugs) >= 10
@@ -347,4 +376,5 @@ def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == ()
-    assert caught(unpacked_right) == caught(appended_right) == ()
+    assert caught(unpacked_right) == caught(by_channel_right) == caught(appended_right) == ()
+    assert caught(lambda: appended_right(8, 4)) == caught(lambda: appended_right(8, 8)) == ()

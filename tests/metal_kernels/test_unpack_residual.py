@@ -77,7 +77,7 @@ BUGS = [
     Bug("norms of another head", "norms[(at[t] * HEADS + head) * 2 + 1]", "norms[at[t] * HEADS * 2 + 1]", NUMBERS),
     Bug("turned back", "a = x * cosine - b * sine;", "a = x * cosine + b * sine;", NUMBERS),
     Bug("turns of another tile", "size_t((base + token) / STEP)", "size_t((base + token) / STEP + 1)", NUMBERS),
-    Bug("scale of another group", "row * (D / GS) + a / SHARE", "row * (D / GS)", NUMBERS),
+    Bug("scale of another group", "row * (D / GS) + unit / (GS / 8);", "row * (D / GS);", NUMBERS),
     Bug("two threads, one place", "store8<T>(out + to + b * 8, w);", "store8<T>(out + to + a * 8, w);", "unwritten"),
     Bug("threads over each other", "(size_t(head) * tokens + token) * D;", "size_t(token) * D;", "race"),
     Bug("write to an input", "float agent = 1.0f;", "norms[0] = half(0); float agent = 1.0f;", SYNTAX),
