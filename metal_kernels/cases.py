@@ -12,7 +12,6 @@ from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.definition import (
-    GROUP_TOKENS,
     LowRank,
     LowRankKeys,
     OpenBlocks,
@@ -22,6 +21,7 @@ from agentcache.metal_kernels.definition import (
     row_of,
 )
 from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, latent_decode
+from agentcache.metal_kernels.packing_text import GROUP_TOKENS
 from agentcache.metal_kernels.rope_tables import STEP, RopeTables, laid_out, no_rope, packed_b
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import LowRankSide, unpack_residual
@@ -307,7 +307,7 @@ def _open_blocks(case: Case, random: np.random.Generator) -> OpenBlocks:
 def _packed(
     case: Case, used: np.ndarray, random: np.random.Generator, bits: int, by_channel: bool = False
 ) -> PackedNumpy:
-    groups = used
+    groups: np.ndarray = used
     width = case.dim // case.group_size
     if by_channel:
         groups, width = used.reshape(len(used), -1, GROUP_TOKENS).any(axis=-1), case.dim

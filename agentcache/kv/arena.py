@@ -205,6 +205,16 @@ class LayerArena:
                 side.open = other
 
     @property
+    def appended(self) -> LayerArena:
+        """Arena of the blocks that tokens are appended to."""
+        return self._open or self
+
+    @property
+    def own_arrays(self) -> list[mx.array]:
+        """Data, scales and biases of keys, then of values, without those of `open`."""
+        return [array for _, side in self.sides for array in side.arrays()]
+
+    @property
     def sides(self) -> list[tuple[str, SideArena]]:
         keys = [("key_cache", self.keys)]
         return keys if self.values is None else [*keys, ("value_cache", self.values)]
@@ -247,8 +257,7 @@ class LayerArena:
 
     def arrays(self) -> list[mx.array]:
         """Data, scales and biases of keys, then of values; then those of `open`."""
-        own = [array for _, side in self.sides for array in side.arrays()]
-        return own if self.open is None else own + self.open.arrays()
+        return self.own_arrays if self.open is None else self.own_arrays + self.open.own_arrays
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
         """A copy over the next of `arrays`, for tracing: as `arrays()`, then the append kernel's result."""

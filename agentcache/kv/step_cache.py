@@ -102,7 +102,15 @@ class Writes:
         return mx.array([len(self._ids) * self.num_tokens, self.num_tokens], mx.int32)
 
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
-        """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
+        """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy.
+
+        Open blocks that the tokens fill are packed as full ones.
+        """
+        self._put_tokens(arena.appended, keys, values, pack)
+        if self.filled:
+            arena.seal(*zip(*self.filled, strict=True))
+
+    def _put_tokens(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack) -> None:
         (_, first), *rest = arena.sides
         if values is not None and values.shape == keys.shape and arena.is_alike:  # halves the operations
             packed = pack(mx.concatenate([keys, values], axis=1), first.quantisation)
@@ -219,14 +227,8 @@ class StepCache:
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that skips it")
-        self._append(self._writes, keys, values)
+        self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
-
-    def _append(self, writes: Writes, keys: mx.array, values: mx.array | None) -> None:
-        """Write a step's keys and values; pack blocks that they fill."""
-        self._put(writes, self.arena.open or self.arena, keys, values)
-        if writes.filled:
-            self.arena.seal(*zip(*writes.filled, strict=True))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append as mlx-lm's caches do, but return handles."""

@@ -69,8 +69,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
 
 
 def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    assert kv.arena.values is not None  # MLA reads its latent itself
-    keys, values = (unpack_for(queries, side, kv.reads) for side in (kv.arena.keys, kv.arena.values))
+    keys, values = (unpack_for(queries, kv.arena, side, kv.reads) for side in kv.arena.both)
     attended = flash_attention(queries, keys, values, kv.reads, options)
     if kv.reads.begins_early:
         mx.async_eval(attended)
@@ -79,7 +78,7 @@ def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.arra
 
 def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: AttentionOptions) -> mx.array:
     """Attention of queries that read their own block in its open form, all blocks before it in the full one."""
-    full = _FullBlocks(kv.arena, step, queries.dtype)
+    full = _FullBlocks(queries, kv.arena, step)
     parts = []
     for start, stop, reads in step.segments:
         own = queries[:, :, start:stop]
@@ -97,17 +96,16 @@ def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: Attention
 class _FullBlocks:
     """Keys and values of all full blocks that one row's step reads, unpacked once."""
 
-    def __init__(self, arena: LayerArena, step: Reads, dtype: mx.Dtype) -> None:
+    def __init__(self, queries: mx.array, arena: LayerArena, step: Reads) -> None:
         self._arena = arena
         self._step = step
-        self._dtype = dtype
+        self._dtype = queries.dtype
+        self._by_kernel = unpacks_by_kernel(queries, arena)
 
     @cached_property
     def _unpacked(self) -> list[mx.array]:
         ids = self._step.full_ids
-        return [
-            joined_blocks([dequantise(side.gather(ids), side.quantisation, self._dtype)]) for side in self._arena.both
-        ]
+        return [self._unpack(side, ids, ids.size * BLOCK_SIZE) for side in self._arena.both]
 
     def with_open(self, reads: BlockReads) -> list[mx.array]:
         """Keys and values of one segment, [1, H_kv, T, D]."""
@@ -121,9 +119,16 @@ class _FullBlocks:
             parts.append(self._unpacked[index][:, :, begin : begin + num_full])
         if open_ids is not None:
             assert side.open is not None
-            own = joined_blocks([dequantise(side.open.gather(open_ids), side.open.quantisation, self._dtype)])
-            parts.append(own[:, :, : reads.num_keys - num_full])
+            parts.append(self._unpack(side.open, open_ids, reads.num_keys - num_full))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def _unpack(self, side: SideArena, ids: mx.array, num_tokens: int) -> mx.array:
+        def by_operations() -> mx.array:
+            return joined_blocks([dequantise(side.gather(ids), side.quantisation, self._dtype)])[:, :, :num_tokens]
+
+        if not self._by_kernel:
+            return by_operations()
+        return fused.unpacked(side, ids, num_tokens, self._dtype, self._arena.appended.keys.written, by_operations)
 
 
 def gather(arena: LayerArena, reads: BlockReads) -> tuple[list[PackedBlocks], list[PackedBlocks]]:
@@ -158,13 +163,18 @@ def flash_attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
-def unpack_for(queries: mx.array, side: SideArena, reads: BlockReads) -> mx.array:
-    """`unpack_row` in the type of `queries`, by a kernel if usable."""
-    if fused.why_none():
-        return unpack_row(side, reads, queries.dtype)
-    repeats = queries.shape[1] // side.num_heads
-    by_operations = partial(unpack_row, side, reads, queries.dtype)
-    return fused.unpacked(side, reads, repeats, queries.dtype, by_operations)
+def unpack_for(queries: mx.array, arena: LayerArena, side: SideArena, reads: BlockReads) -> mx.array:
+    """`unpack_row` of one of `arena`'s sides in the type of `queries`, by a kernel if usable."""
+    reference = partial(unpack_row, side, reads, queries.dtype)
+    if reads.blocks.open_ids is not None or not unpacks_by_kernel(queries, arena):
+        return reference()
+    return fused.unpacked(side, fused.row_ids(reads), reads.num_keys, queries.dtype, side.written, reference)
+
+
+def unpacks_by_kernel(queries: mx.array, arena: LayerArena) -> bool:
+    if fused.why_none() or not fused.is_pair(arena):
+        return False
+    return fused.usable(fused.shape_of(arena, queries.shape[1], queries.dtype)).right
 
 
 def unpack_row(side: SideArena, reads: BlockReads, dtype: mx.Dtype) -> mx.array:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -25,7 +25,7 @@ from agentcache.errors import ConfigError
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packed_arrays import LARGEST_VALUE, Packed
-from agentcache.kv.packing import LayerPacking, Packing, Quantisation
+from agentcache.kv.packing import ByChannel, LayerPacking, Packing, Quantisation
 from agentcache.kv.reads import BlockReads
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put, Writes
@@ -36,6 +36,7 @@ from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import UNIT, LatentShape, LatentTiling
 from agentcache.metal_kernels.numbers import on_device
+from agentcache.metal_kernels.seal import seal
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
@@ -48,7 +49,8 @@ VARIABLE = "AGENTCACHE_KERNELS"
 # Per row; sixteen read blocks once. Flash attention would unpack them, and cuDNN is slow on new lengths.
 MAX_QUERIES = 32
 _MAX_DIM = 256
-PACKED_BITS = 4  # latents may also have 8
+PACKED_BITS = 4  # of latents that kernels write; they read 8, too
+_BITS = (4, 8)
 _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
@@ -126,7 +128,7 @@ def why_none() -> str:
 
 
 def read_by_kernels(packing: Packing) -> bool:
-    return packing.bits == PACKED_BITS and not why_none()
+    return packing.bits in _BITS and not why_none()
 
 
 class Attended(NamedTuple):
@@ -153,28 +155,43 @@ def attention(
     reference: Callable[[], mx.array],
 ) -> mx.array:
     """`paged_attention` by kernels, or by `reference`."""
-    keys, values = kv.arena.keys, kv.arena.values
-    if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
+    arena = kv.arena
+    if queries.shape[2] > MAX_QUERIES or not is_pair(arena):
         return reference()
     prepared = kv.reads.prepared
-    key = Attended(shape_of(keys, queries.shape[1], queries.dtype), scale, softcap, sinks is not None)
+    key = Attended(shape_of(arena, queries.shape[1], queries.dtype), scale, softcap, sinks is not None)
     if key not in prepared:
         prepared[key] = key.prepare(kv.reads)
     by_kernels: PreparedDecode | None = prepared[key]
     if by_kernels is None:
         return reference()
-    made = by_kernels(queries, keys.arrays(), values.arrays(), None, None, sinks, keys.written)
+    made = by_kernels(queries, *packed_arrays(arena), sinks, arena.appended.keys.written)
     return made if mode() is Mode.ON else checked(made, reference(), "decode")
 
 
+Side = Sequence[mx.array]
+
+
+def packed_arrays(arena: LayerArena) -> tuple[Side, Side, Side | None, Side | None]:
+    """Arrays of keys and values, and those of open blocks."""
+    keys, values = arena.both
+    if arena.open is None:
+        return keys.arrays(), values.arrays(), None, None
+    open_keys, open_values = arena.open.both
+    return keys.arrays(), values.arrays(), open_keys.arrays(), open_values.arrays()
+
+
 def unpacked(
-    side: SideArena, reads: BlockReads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
+    side: SideArena,
+    ids: mx.array,
+    num_tokens: int,
+    dtype: mx.Dtype,
+    written: mx.array | None,
+    reference: Callable[[], mx.array],
 ) -> mx.array:
-    """`unpack_row` by a kernel, or by `reference`."""
-    if side.open is not None or not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
-        return reference()
+    """The first tokens of blocks in slots `ids`, int32 [n], by a kernel that is usable; [1, H_kv, num_tokens, D]."""
     data, scales, biases = side.arrays()
-    made = unpack((data, scales, biases), row_ids(reads), reads.num_keys, dtype, side.written)
+    made = unpack((data, scales, biases), ids, num_tokens, dtype, written, bits=side.quantisation.bits)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
@@ -200,24 +217,41 @@ def _write(
     keys: mx.array,
     values: mx.array | None,
 ) -> None:
-    _, kv_heads, _, dim = keys.shape
     packing = arena.keys.quantisation
-    key = kv_heads, dim, keys.dtype, packing.bits, arena.is_alike
+    key = keys.shape[1], keys.shape[3], keys.dtype, packing, None if arena.values is None else arena.values.quantisation
     if key not in writes.prepared:
         if values is None:
-            latents = latent_shape(ranks.get(arena.layer, 0), dim, num_heads, packing, keys.dtype)
+            latents = latent_shape(ranks.get(arena.layer, 0), keys.shape[3], num_heads, packing, keys.dtype)
             writes.prepared[key] = packing.bits == PACKED_BITS and usable(latents).right
         else:
-            shape = _head_shape(dim, kv_heads, num_heads // kv_heads, packing, keys.dtype)
-            writes.prepared[key] = arena.is_alike and usable(shape).right
-    if not isinstance(packing, Quantisation) or not writes.prepared[key]:
+            writes.prepared[key] = is_pair(arena) and usable(shape_of(arena, num_heads, keys.dtype)).right
+    if not writes.prepared[key]:
         writes.put(arena, keys, values)
     elif mode() is Mode.ON:
-        sides = (keys,) if values is None else (keys, values)
-        before = arena.keys.written
-        arena.was_written(append(sides, arena.arrays(), _places(writes), packing.group_size, before))
+        _append(writes, arena, (keys,) if values is None else (keys, values))
     else:
         writes.put(arena, keys, values, _checked_pack)
+
+
+def _append(writes: Writes, arena: LayerArena, sides: Sequence[mx.array]) -> None:
+    target = arena.appended
+    packing = target.keys.quantisation
+    assert isinstance(packing, Quantisation)
+    written = append(sides, target.own_arrays, _places(writes), packing.group_size, target.keys.written)
+    if writes.filled:
+        sources, targets = _filled(writes)
+        written = seal(target.own_arrays, arena.own_arrays, sources, targets, written)
+        arena.was_written(written)
+    target.was_written(written)  # one chain of writes, whichever arena they went to
+
+
+def _filled(writes: Writes) -> tuple[mx.array, mx.array]:
+    """Slots of filled blocks, int32 [n]: in the open form, in the full one."""
+    if "filled" not in writes.prepared:
+        sources, targets = zip(*writes.filled, strict=True)
+        writes.prepared["filled"] = on_device(mx.array(sources, mx.int32)), on_device(mx.array(targets, mx.int32))
+    slots: tuple[mx.array, mx.array] = writes.prepared["filled"]
+    return slots
 
 
 def _places(writes: Writes) -> Places:
@@ -230,7 +264,7 @@ def _places(writes: Writes) -> Places:
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
     assert isinstance(quantisation, Quantisation)
     expected = quantise(x, quantisation)
-    data, scales, biases = packed_alone(x, quantisation.group_size)
+    data, scales, biases = packed_alone(x, quantisation.group_size, quantisation.bits)
     made = Packed(data, scales, biases)
     values = mx.clip(mx.nan_to_num(x.astype(mx.float32), nan=0.0), -LARGEST_VALUE, LARGEST_VALUE)
     missed, least = (mx.abs(dequantise(each, quantisation, mx.float32) - values) for each in (made, expected))
@@ -242,17 +276,23 @@ def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
 
 
 def is_pair(arena: LayerArena) -> bool:
-    return not _why_no_pair(arena.layer) and arena.is_alike
+    return not _why_no_pair(arena.layer)
 
 
-def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
-    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
+def shape_of(arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
+    keys, values = arena.both
+    return _head_shape(
+        keys.dim, keys.num_heads, num_heads // keys.num_heads, keys.quantisation, values.quantisation, dtype
+    )
 
 
 @cache
-def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype) -> HeadShape:
-    group_size = packing.group_size if isinstance(packing, Quantisation) else dim
-    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
+def _head_shape(
+    dim: int, kv_heads: int, queries_per_head: int, keys: Packing, values: Packing, dtype: mx.Dtype
+) -> HeadShape:
+    group_size = values.group_size if isinstance(values, Quantisation) else dim
+    by_channel = isinstance(keys, ByChannel)
+    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, keys.bits, values.bits, by_channel)
 
 
 @cache
@@ -276,10 +316,8 @@ def layer_verdict(
         return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
     if why := _why_no_pair(layer):
         return Verdict(False, why)
-    if packing.keys != packing.values:
-        return Verdict(False, f"no kernel for keys in {packing.keys.bits} bits, values in {packing.values.bits}")
-    queries_per_head = num_heads // layer.num_kv_heads
-    return usable(residuals.on(_head_shape(layer.key_dim, layer.num_kv_heads, queries_per_head, packing.keys, dtype)))
+    heads = (layer.key_dim, layer.num_kv_heads, num_heads // layer.num_kv_heads)
+    return usable(residuals.on(_head_shape(*heads, packing.keys, packing.values, dtype)))
 
 
 def _why_no_pair(layer: LayerSpec) -> str:
@@ -298,8 +336,8 @@ def usable(shape: HeadShape | LatentShape) -> Verdict:
 
 
 def _unsupported(shape: HeadShape) -> str:
-    if shape.bits != PACKED_BITS:
-        return f"no kernel for {shape.bits} bits"
+    if not {shape.bits, shape.value_bits} <= {*_BITS}:
+        return f"no kernel for keys in {shape.bits} bits, values in {shape.value_bits}"
     if shape.dim % 32 or shape.dim > _MAX_DIM:
         return f"no kernel for {shape.dim} values a head"
     if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:
@@ -366,8 +404,11 @@ def _warn(text: str) -> None:
 def _plan(shape: HeadShape, reads: BlockReads) -> DecodePlan:
     key = "plan", shape.queries_per_head, shape.staged.size * shape.dim
     if key not in reads.prepared:
-        ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
-        reads.prepared[key] = DecodePlan(shape, StepRows(ids, bases, lengths, reads.num_tokens, reads.window))
+        rows = reads.rows
+        open_ids = [tuple(row.open_slots) for row in rows] if shape.by_channel else ()
+        ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in rows), strict=True)
+        step = StepRows(ids, bases, lengths, reads.num_tokens, reads.window, open_ids=open_ids)
+        reads.prepared[key] = DecodePlan(shape, step)
     plan: DecodePlan = reads.prepared[key]
     return plan
 

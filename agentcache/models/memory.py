@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.backing import allocated_bytes, set_memory_limit
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
-from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
+from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import THREADGROUPS, partial_bytes
@@ -312,7 +312,7 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
+    packed = int(dim * packing.bits_a_value / 8)
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
     if kernel_is_right(dim, packing, transpose, mx.default_device().type):

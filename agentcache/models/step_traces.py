@@ -98,42 +98,50 @@ class StepTraces:
         is_batch = len(step.lengths) > 1
         return logits if is_batch in self._proved else self._prove(logits, lay_out(), is_batch)
 
-    def _groups(self, step: StepInputs) -> list[_Group]:
-        groups = []
+    def _groups(self, step: StepInputs) -> list[_Group | None]:
+        groups: list[_Group | None] = []
         for kinds, reads, writes in zip(self._kinds, step.reads, step.writes, strict=True):
-            assert reads is not None and writes is not None  # no layer is skipped
+            if reads is None or writes is None:  # of open blocks: their layers are in the group before
+                groups.append(None)
+                continue
             launches = {kind: made for kind in kinds if (made := kind.prepare(reads)) is not None}
             groups.append(_Group(reads, writes, launches))
         return groups
 
-    def _replay(self, key: Hashable, step: StepInputs, groups: Sequence[_Group]) -> mx.array:
+    def _replay(self, key: Hashable, step: StepInputs, groups: Sequence[_Group | None]) -> mx.array:
         trace = self._traces[key]
         if trace is None:
             trace = partial(self._lay_out, step, groups)
             if device() != NO_DEVICE:
                 trace = mx.compile(trace)
             self._traces[key] = trace
-        arrays = [array for group in groups for array in group.arrays]
+        arrays = [array for group in groups if group is not None for array in group.arrays]
         for _, layer in self._layers:
             arrays += layer.arrays()
-            arrays.append(nothing_written() if layer.keys.written is None else layer.keys.written)
+            written = layer.appended.keys.written
+            arrays.append(nothing_written() if written is None else written)
         logits, *written = trace(step.token_ids, on_device(mx.array(step.lengths, mx.int32)), *arrays)
         for (_, layer), each in zip(self._layers, written, strict=True):
-            layer.was_written(each)
+            layer.appended.was_written(each)
         self.replayed += 1
         return logits
 
     def _lay_out(
-        self, step: StepInputs, groups: Sequence[_Group], token_ids: mx.array, offset: mx.array, *given: mx.array
+        self, step: StepInputs, groups: Sequence[_Group | None], token_ids: mx.array, offset: mx.array, *given: mx.array
     ) -> list[mx.array]:
         arrays = iter(given)
-        own = [group.of(arrays) for group in groups]
+        own = [None if group is None else group.of(arrays) for group in groups]
         layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
-        caches = [StepCache(layer, own[group].reads, own[group].writes, offset, self._put) for group, layer in layers]
-        traced = replace(step, token_ids=token_ids, reads=[each.reads for each in own])
+        caches = []
+        for index, layer in layers:
+            group = own[index]
+            assert group is not None
+            caches.append(StepCache(layer, group.reads, group.writes, offset, self._put))
+        reads = [None if group is None else group.reads for group in own]
+        traced = replace(step, token_ids=token_ids, reads=reads)
         with self._loaded.current.of(traced):
             logits = self._loaded.model(token_ids, cache=self._loaded.inspection.caches(caches, ()))
-        return [logits, *(layer.keys.written for _, layer in layers)]
+        return [logits, *(layer.appended.keys.written for _, layer in layers)]
 
     def _prove(self, replayed: mx.array, expected: mx.array, is_batch: bool) -> mx.array:
         difference = mx.abs(replayed.astype(mx.float32) - expected.astype(mx.float32)).max()
@@ -159,14 +167,16 @@ def _is_plain(step: StepInputs) -> bool:
         and not step.states
         and step.hidden_states == HiddenStatePlan()
         and not any(step.adapters)
+        and not any(writes is not None and writes.filled for writes in step.writes)
     )
 
 
 def _kinds_of(step: StepInputs) -> list[_Kinds]:
-    kinds = []
+    kinds: list[_Kinds] = []
     for reads, writes in zip(step.reads, step.writes, strict=True):
-        if reads is None or writes is None:
-            return []
+        if reads is None or writes is None:  # of open blocks
+            kinds.append(())
+            continue
         own = {key: made for key, made in reads.prepared.items() if isinstance(key, Attended | AttendedLatents)}
         if not own or None in own.values() or not writes.prepared or not all(writes.prepared.values()):
             return []
@@ -174,9 +184,9 @@ def _kinds_of(step: StepInputs) -> list[_Kinds]:
     return kinds
 
 
-def _key(step: StepInputs, groups: Sequence[_Group], layers: Sequence[tuple[int, LayerArena]]) -> Hashable:
-    launches = [each for group in groups for each in group.launches.values()]
+def _key(step: StepInputs, groups: Sequence[_Group | None], layers: Sequence[tuple[int, LayerArena]]) -> Hashable:
+    launches = [each for group in groups if group is not None for each in group.launches.values()]
     shapes = tuple(array.shape for each in launches for array in each.arrays)
-    slots = tuple({group: layer.keys.capacity for group, layer in layers}.values())
+    slots = tuple({group: (layer.keys.capacity, layer.appended.keys.capacity) for group, layer in layers}.values())
     # A trace keeps its launches alive, so their ids stay unique.
     return len(step.lengths), tuple(id(each.compute) for each in launches), shapes, slots

@@ -43,7 +43,7 @@ def attention_by_kernels(
     kind = _kind(first, arena)
     if kind is None:
         return reference()
-    shape = kind.on(fused.shape_of(arena.keys, queries.shape[1], queries.dtype))
+    shape = kind.on(fused.shape_of(arena, queries.shape[1], queries.dtype))
     key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
     prepared = first.reads.prepared  # shared by all layers of a group
     if key not in prepared:
@@ -78,7 +78,6 @@ def _decoded(
     prepared: PreparedDecode,
     options: AttentionOptions,
 ) -> mx.array:
-    assert arena.values is not None  # see `is_pair`
     own = queries[mx.array([row.row for row in rows], mx.int32)] if len(rows) < queries.shape[0] else queries
     first, matrices = rows[0], rows[0].matrices.for_kernels
     keys = values = None
@@ -90,8 +89,8 @@ def _decoded(
     if first.value_a is not None and matrices.value_b is not None:
         values = ValueResiduals(first.value_a.array, matrices.value_b)
     residuals = Residuals(keys, values)
-    packed = arena.keys.arrays(), arena.values.arrays()
-    return prepared(own, *packed, None, None, options.sinks, arena.keys.written, residuals)
+    written = arena.appended.keys.written
+    return prepared(own, *fused.packed_arrays(arena), options.sinks, written, residuals)
 
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
@@ -101,8 +100,8 @@ def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], 
         q = queries[row.row : row.row + 1]
         # A row's memory is free before the next begins.
         q = mx.depends([q], [done[-1]])[0] if done else q
-        keys = _unpacked(q, arena.keys, row, _key_side(row, arena))
-        values = _unpacked(q, arena.values, row, _value_side(row))
+        keys = _unpacked(q, arena, arena.keys, row, _key_side(row, arena))
+        values = _unpacked(q, arena, arena.values, row, _value_side(row))
         done.append(flash_attention(q, keys, values, row.reads, options))
     return mx.concatenate(done)
 
@@ -121,15 +120,40 @@ def _value_side(row: RowResidualKV) -> LowRankSide | None:
     return None if row.value_a is None or b is None else LowRankSide(row.value_a.array, b, row.residual_ids)
 
 
-def _unpacked(queries: mx.array, side: SideArena, row: RowResidualKV, added: LowRankSide | None) -> mx.array:
+def _unpacked(
+    queries: mx.array, arena: LayerArena, side: SideArena, row: RowResidualKV, added: LowRankSide | None
+) -> mx.array:
+    """One row's keys or values with residuals, [1, H_kv, T, D]: full blocks, then the open one."""
+    reads, blocks = row.reads, row.reads.blocks
     if added is None:
-        return unpack_for(queries, side, row.reads)
+        return unpack_for(queries, arena, side, reads)
+    num_full = reads.num_keys if blocks.open_ids is None else reads.open_end
+    parts, count = [], blocks.ids.size
+    if num_full:
+        own = added._replace(block_ids=added.block_ids[:count])
+        parts.append(_unpacked_part(queries, arena, side, own, blocks.ids, num_full, reads.key_start))
+    if blocks.open_ids is not None:
+        assert side.open is not None
+        own, base = added._replace(block_ids=added.block_ids[count:]), reads.key_start + num_full
+        parts.append(_unpacked_part(queries, arena, side.open, own, blocks.open_ids, reads.num_keys - num_full, base))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _unpacked_part(
+    queries: mx.array,
+    arena: LayerArena,
+    side: SideArena,
+    added: LowRankSide,
+    ids: mx.array,
+    num_tokens: int,
+    base: int,
+) -> mx.array:
     data, scales, biases = side.arrays()
-    ids, reads = mx.depends([fused.row_ids(row.reads)], [queries])[0], row.reads
     return unpack_residual(
-        *((data, scales, biases), ids, added, reads.num_keys, queries.dtype),
-        base=reads.key_start,
-        written=side.written,
+        *((data, scales, biases), mx.depends([ids], [queries])[0], added, num_tokens, queries.dtype),
+        base=base,
+        written=arena.appended.keys.written,
+        bits=side.quantisation.bits,
     )
 
 
@@ -149,6 +173,7 @@ def _plan(shape: HeadShape, rows: Sequence[RowResidualKV]) -> DecodePlan:
             reads.num_tokens,
             reads.window,
             [tuple(row.residual_slots) for row in rows],
+            [tuple(own.open_slots) for own in base] if shape.by_channel else (),
         ),
     )
 

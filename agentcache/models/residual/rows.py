@@ -286,7 +286,7 @@ class OverlaidStepCache(StepCache):
             raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
         if self._writes is not None:
             written = keys[self._rows.writer_places], values[self._rows.writer_places]
-            self._append(self._writes, *written)
+            self._put(self._writes, self.arena, *written)
             if self._measures is not None:
                 self._measures.note_written(self._group, self.arena, *written)
         self._rows.write(self.arena.layer.index)
