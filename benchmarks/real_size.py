@@ -22,7 +22,7 @@ from rich.table import Table
 from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, BlockTable, Holds
 from agentcache.client import ServerError
 from agentcache.llm import LLM
 from agentcache.models import loader
@@ -57,7 +57,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class RealSizePlan:
-    """Parameters. `decode`: (rows, context); `shared`: (rows, common context); `bits` 16: unquantised.
+    """Parameters. `decode`: (rows, context); `shared`: (rows, common context); `bits` of weights, 16: unquantised.
 
     Without `context` no turns, without `agents` no servers.
     """
@@ -76,6 +76,7 @@ class RealSizePlan:
     agents: int = 4
     answer_tokens: int = 64
     seed: int = 0
+    kv: str = "4"
 
     @classmethod
     def small(cls, model: str | None, rounds: int) -> RealSizePlan:
@@ -115,7 +116,7 @@ def measure_real_size(plan: RealSizePlan, progress: Progress) -> list[dict[str, 
 
         bare = Bare(folder) if plan.bare else None
         if plan.decode:
-            _decode(plan, Paged(folder), bare, add, folder)
+            _decode(plan, Paged(folder, plan.kv), bare, add, folder)
         gc.collect()  # a model has reference cycles
         mx.clear_cache()
         if plan.prefill or plan.context:
@@ -157,7 +158,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
     def prompt(num_tokens: int) -> list[int]:
         return draw.choices(range(64, 2000), k=num_tokens)
 
-    with LLM(folder, cache_dir=cache, kv="4") as llm:
+    with LLM(folder, cache_dir=cache, kv=plan.kv) as llm:
         for tokens in plan.prefill:
             llm.generate(prompt(tokens), one)  # compiles kernels
             row = {"agentcache_ms": _median_ms([_timed(llm.generate, prompt(tokens), one) for _ in range(plan.rounds)])}
@@ -175,7 +176,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
             ids = ids + prompt(plan.turn_tokens)
             hot.append(llm.generate(ids, one, agent="a").report.time_to_first_token_ms)
         add(what=f"turn, hot, {len(ids)}", agentcache_ms=statistics.median(hot[1:]))
-    with LLM(folder, cache_dir=cache, kv="4") as llm:
+    with LLM(folder, cache_dir=cache, kv=plan.kv) as llm:
         llm.generate(prompt(plan.turn_tokens), one)
         report = llm.generate(ids + prompt(plan.turn_tokens), one, agent="a").report
         add(
@@ -245,9 +246,29 @@ def real_size_table(report: Report) -> Table:
 REAL_SIZE = Reporter("real_size", "agentcache beside mlx-lm and its server at real size", (real_size_table,))
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Blocks `first … end - 1` of each row, of which all rows share those before `common`."""
+
+    first: int
+    end: int
+    common: int = 0
+
+    @property
+    def _own(self) -> int:
+        return self.end - max(self.first, self.common)
+
+    def num_slots(self, rows: int) -> int:
+        return self.common + rows * self._own
+
+    def table(self, row: int) -> BlockTable:
+        begin = self.common + row * self._own
+        return BlockTable([*range(self.common), *range(begin, begin + self._own)], self.first)
+
+
 class Paged:
-    def __init__(self, folder: Path) -> None:
-        self.loaded = loader.load(str(folder))
+    def __init__(self, folder: Path, kv: str) -> None:
+        self.loaded = loader.load(str(folder), kv=kv)
         self.pools = [BlockPool() for _ in self.loaded.spec.groups]
         self.runner = ModelRunner(self.loaded, self.pools)
         self.tables: list[list[BlockTable]] = []
@@ -255,14 +276,15 @@ class Paged:
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
         """Make rows with `room` for more tokens; `shared` rows have full blocks in common."""
-        common = context // BLOCK_SIZE if shared else 0
-        own = -(-(context + room) // BLOCK_SIZE) - common
-        for pool in self.pools:
-            pool.grow(max(pool.capacity, common + rows * own))
+        first, end = context // BLOCK_SIZE, -(-(context + room) // BLOCK_SIZE)
+        spans = [
+            _Span(first, end) if group.holds is Holds.OPEN else _Span(0, end, first if shared else 0)
+            for group in self.loaded.spec.groups
+        ]
+        for pool, span in zip(self.pools, spans, strict=True):
+            pool.grow(max(pool.capacity, span.num_slots(rows)))
         self.runner.base.fit()
-        firsts = [common + row * own for row in range(rows)]
-        ids = [[*range(common), *range(first, first + own)] for first in firsts]
-        self.tables = [[BlockTable(list(each)) for _ in self.pools] for each in ids]
+        self.tables = [[span.table(row) for span in spans] for row in range(rows)]
         self.context = context
         self.runner.evaluate()
 

@@ -307,11 +307,11 @@ def _open_blocks(case: Case, random: np.random.Generator) -> OpenBlocks:
 def _packed(
     case: Case, used: np.ndarray, random: np.random.Generator, bits: int, by_channel: bool = False
 ) -> PackedNumpy:
-    groups: np.ndarray = used
-    width = case.dim // case.group_size
-    if by_channel:
-        groups, width = used.reshape(len(used), -1, GROUP_TOKENS).any(axis=-1), case.dim
-    return _drawn(used.shape[0], (case.kv_heads, case.dim), groups, width, bits, random)
+    heads = (case.kv_heads, case.dim)
+    if not by_channel:
+        return _drawn(used.shape[0], heads, used, case.dim // case.group_size, bits, random)
+    groups = np.array(used.reshape(len(used), -1, GROUP_TOKENS).any(axis=-1))
+    return _drawn(used.shape[0], heads, groups, case.dim, bits, random)
 
 
 def _drawn(
