@@ -292,94 +292,101 @@ _BODY = """
     if (RANK > 0) load_residuals<RANK, EIGHTS, LOADS>(residuals, rows, lane, low);
     if (KEY_RANK > 0) load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, rows, lane, key_low);
     if (NORMED) load_norms<HEADS>(key_norms, rows, head, lane, norms);
-    for (int t0 = first; t0 < end; t0 += splits * ROUND) {
-        // What comes next is on its way while this is computed.
-        const int here = t0 + sg * 16;
-        const int next = here + splits * ROUND - base;
-        const bool is_open = HAS_OPEN && t0 >= opens;
-        rows = find_tile<HEADS>(table + group * width, head, next, begin - base, opens - base);
-        if (is_open)
-            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, spans + 4 * group + 3, head, here - opens,
-                                     begin - opens, end - opens, lane);
-        else
-            stage_tile(stage + sg * 16 * LD, LD, keys, lane);
-        load_tile(keys, kq, ks, kb, rows, lane);
-        const float without = NORMED ? float(norms[0]) : 1.0f;
-        const float agent = NORMED ? float(norms[1]) : 1.0f;
-        const TileRows beside = find_tile<1>(residual_table + group * width, 0, next, begin - base, end - base);
-        if (NORMED) load_norms<HEADS>(key_norms, beside, head, lane, norms);
-        if (KEY_RANK > 0) {
-            stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);
-            load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, beside, lane, key_low);
-        }
-        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
-        else simdgroup_barrier(mem_flags::mem_threadgroup);
-        Sums<Q> scores[TILES * 2];
-        UNROLL for (int n = 0; n < TILES * 2; ++n) clear(scores[n]);
-        UNROLL for (int k = 0; k < D / 16; ++k) {
-            UNROLL for (int n = 0; n < TILES * 2; ++n)
-                add_product_rows(scores[n], queries[k], tiles + n * 8 * LD + k * 16, LD);
-        }
-        if (KEY_RANK > 0) {
-            if (NORMED) scale_scores(scores, without > 0.0f ? 1.0f / without : 0.0f, lane);
-            const int begins = metal::min(here, end - 1);
-            add_keys<S, D, PAIRS, KEY_RANKS, Q>(
-                scores, queries + (WAYS - 1) * (D / 16), stage + sg * 16 * LD + D, LD,
-                key_b + size_t(head) * (D * KEY_RANKS * 16), near_turns,
-                far_turns + size_t(begins / 16) * (2 * PAIRS), lane);
-            if (NORMED) scale_scores(scores, agent, lane);
-        }
-        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
-        else simdgroup_barrier(mem_flags::mem_threadgroup);
-        if (is_open)
-            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, spans + 4 * group + 3, head, here - opens,
-                                     begin - opens, end - opens, lane);
-        else
-            stage_tile(stage + sg * 16 * LD, LD, values, lane);
-        load_tile(values, vq, vs, vb, rows, lane);
-        if (RANK > 0) {
-            stage_residuals<S, EIGHTS, LOADS>(stage + sg * 16 * LD + D, LD, lane, low);
-            load_residuals<RANK, EIGHTS, LOADS>(residuals, beside, lane, low);
-        }
-        UNROLL for (int i = 0; i < Q; ++i) {
-            float top = m[i];
-            UNROLL for (int n = 0; n < TILES * 2; ++n) {
-                UNROLL for (int e = 0; e < 2; ++e) {
-                    const int t = t0 + (COOPERATIVE ? 0 : sg * 16) + n * 8 + tile_column(lane) + e;
-                    float x = element(scores[n], i, e) * factors[0];
-                    if (SOFTCAP) x = factors[1] * metal::tanh(x);
-                    x = t < end && t <= last[i] && t > last[i] - window ? x : NONE;
-                    put(scores[n], i, e, x);
-                    top = metal::max(top, x);
+    // Full blocks, then the open one: two loops when unrolled, since each needs registers that the other does not.
+    int t0 = first;
+    UNROLL for (int form = 0; form < (HAS_OPEN ? 2 : 1); ++form) {
+        const bool is_open = form == 1;
+        const int until = is_open ? end : opens;
+        for (; t0 < until; t0 += splits * ROUND) {
+            // What comes next is on its way while this is computed.
+            const int here = t0 + sg * 16;
+            const int next = here + splits * ROUND - base;
+            rows = find_tile<HEADS>(table + group * width, head, next, begin - base, opens - base);
+            if (is_open) {
+                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, spans + 4 * group + 3, head,
+                                         here - opens, begin - opens, end - opens, lane);
+            } else {
+                stage_tile(stage + sg * 16 * LD, LD, keys, lane);
+                load_tile(keys, kq, ks, kb, rows, lane);
+            }
+            const float without = NORMED ? float(norms[0]) : 1.0f;
+            const float agent = NORMED ? float(norms[1]) : 1.0f;
+            const TileRows beside = find_tile<1>(residual_table + group * width, 0, next, begin - base, end - base);
+            if (NORMED) load_norms<HEADS>(key_norms, beside, head, lane, norms);
+            if (KEY_RANK > 0) {
+                stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);
+                load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, beside, lane, key_low);
+            }
+            if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+            else simdgroup_barrier(mem_flags::mem_threadgroup);
+            Sums<Q> scores[TILES * 2];
+            UNROLL for (int n = 0; n < TILES * 2; ++n) clear(scores[n]);
+            UNROLL for (int k = 0; k < D / 16; ++k) {
+                UNROLL for (int n = 0; n < TILES * 2; ++n)
+                    add_product_rows(scores[n], queries[k], tiles + n * 8 * LD + k * 16, LD);
+            }
+            if (KEY_RANK > 0) {
+                if (NORMED) scale_scores(scores, without > 0.0f ? 1.0f / without : 0.0f, lane);
+                const int begins = metal::min(here, end - 1);
+                add_keys<S, D, PAIRS, KEY_RANKS, Q>(
+                    scores, queries + (WAYS - 1) * (D / 16), stage + sg * 16 * LD + D, LD,
+                    key_b + size_t(head) * (D * KEY_RANKS * 16), near_turns,
+                    far_turns + size_t(begins / 16) * (2 * PAIRS), lane);
+                if (NORMED) scale_scores(scores, agent, lane);
+            }
+            if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+            else simdgroup_barrier(mem_flags::mem_threadgroup);
+            if (is_open) {
+                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, spans + 4 * group + 3, head,
+                                         here - opens, begin - opens, end - opens, lane);
+            } else {
+                stage_tile(stage + sg * 16 * LD, LD, values, lane);
+                load_tile(values, vq, vs, vb, rows, lane);
+            }
+            if (RANK > 0) {
+                stage_residuals<S, EIGHTS, LOADS>(stage + sg * 16 * LD + D, LD, lane, low);
+                load_residuals<RANK, EIGHTS, LOADS>(residuals, beside, lane, low);
+            }
+            UNROLL for (int i = 0; i < Q; ++i) {
+                float top = m[i];
+                UNROLL for (int n = 0; n < TILES * 2; ++n) {
+                    UNROLL for (int e = 0; e < 2; ++e) {
+                        const int t = t0 + (COOPERATIVE ? 0 : sg * 16) + n * 8 + tile_column(lane) + e;
+                        float x = element(scores[n], i, e) * factors[0];
+                        if (SOFTCAP) x = factors[1] * metal::tanh(x);
+                        x = t < end && t <= last[i] && t > last[i] - window ? x : NONE;
+                        put(scores[n], i, e, x);
+                        top = metal::max(top, x);
+                    }
+                }
+                top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));
+                top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_2));
+                const float keep = metal::exp2(m[i] - top);
+                m[i] = top;
+                z[i] *= keep;
+                UNROLL for (int n = 0; n < TILES * 2; ++n) {
+                    UNROLL for (int e = 0; e < 2; ++e) {
+                        const float x = element(scores[n], i, e);
+                        const float p = x > NONE ? metal::exp2(x - top) : 0.0f;
+                        z[i] += p;
+                        put(scores[n], i, e, p);
+                    }
+                }
+                UNROLL for (int n = 0; n < DV / 8; ++n) {
+                    UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
                 }
             }
-            top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));
-            top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_2));
-            const float keep = metal::exp2(m[i] - top);
-            m[i] = top;
-            z[i] *= keep;
-            UNROLL for (int n = 0; n < TILES * 2; ++n) {
-                UNROLL for (int e = 0; e < 2; ++e) {
-                    const float x = element(scores[n], i, e);
-                    const float p = x > NONE ? metal::exp2(x - top) : 0.0f;
-                    z[i] += p;
-                    put(scores[n], i, e, p);
-                }
+            if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+            else simdgroup_barrier(mem_flags::mem_threadgroup);
+            UNROLL for (int tile = 0; tile < TILES; ++tile) {
+                Left<S, Q> weights;
+                to_left(weights, scores[2 * tile], scores[2 * tile + 1]);
+                UNROLL for (int n = 0; n < DV / 8; ++n)
+                    add_product_columns(out[n], weights, tiles + tile * 16 * LD + n * 8, LD);
             }
-            UNROLL for (int n = 0; n < DV / 8; ++n) {
-                UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
-            }
+            if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+            else simdgroup_barrier(mem_flags::mem_threadgroup);
         }
-        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
-        else simdgroup_barrier(mem_flags::mem_threadgroup);
-        UNROLL for (int tile = 0; tile < TILES; ++tile) {
-            Left<S, Q> weights;
-            to_left(weights, scores[2 * tile], scores[2 * tile + 1]);
-            UNROLL for (int n = 0; n < DV / 8; ++n)
-                add_product_columns(out[n], weights, tiles + tile * 16 * LD + n * 8, LD);
-        }
-        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
-        else simdgroup_barrier(mem_flags::mem_threadgroup);
     }
 
     const int mine = (group * HEADS + head) * (MEMBERS * GQA);

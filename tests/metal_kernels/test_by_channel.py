@@ -275,12 +275,6 @@ BUGS = [
     Bug("token of another lane", "(rows.row + token) * WORDS + column", "(rows.row + u) * WORDS + column", NUMBERS),
     Bug("tokens not staged", "WORDS * AT_ONCE && token < 16)", "WORDS * AT_ONCE && token < 12)", "uninitialised"),
     Bug(
-        "slots beyond the arena",
-        "(rows.row + token) * WORDS + column",
-        "(rows.row + token + 256 * 64) * WORDS",
-        "out-of-bounds",
-    ),
-    Bug(
         "register array too short",
         "half scale[8];\n    half bias[8];",
         "half scale[4];\n    half bias[8];",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -83,6 +84,70 @@ def test_splits_are_within_what_the_merge_takes(step: tuple[HeadShape, StepRows,
     shape, rows, least_saved = step
     plan = DecodePlan(shape, rows, least_saved)
     assert 1 <= plan.own.splits(shape.kv_heads, 16, threadgroups) <= MAX_SPLITS
+
+
+@st.composite
+def steps_with_open_blocks(draw: st.DrawFn) -> tuple[HeadShape, StepRows, int]:
+    """As `steps`; tables end at any block from the last one's predecessor on, and queries may reach a second block."""
+    shape, rows, least_saved = draw(steps())
+    num_tokens = draw(st.integers(1, 32))
+    ids, opened = [], []
+    for row, (table, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        first, last = length // BLOCK, (length + num_tokens - 1) // BLOCK
+        longer = [*table, 10_000 * (row + 1) + 5000]
+        ids.append(longer[: last - base // BLOCK + draw(st.integers(0, 1))])
+        opened.append([100_000 * (row + 1) + block for block in range(last - first + 1)])
+    shape = replace(shape, by_channel=True)
+    residual_ids = [[1 + slot for slot in [*table, 0]] for table in rows.block_ids] if draw(st.booleans()) else ()
+    return (
+        shape,
+        replace(rows, block_ids=ids, num_tokens=num_tokens, open_ids=opened, residual_ids=residual_ids),
+        least_saved,
+    )
+
+
+def read_by_form(groups: Groups | None, plan: DecodePlan, query: int) -> Counter[tuple[str, int, int]]:
+    """As `slots_read`, with the form that a token is read in: as the kernel does."""
+    seen: Counter[tuple[str, int, int]] = Counter()
+    position = plan.positions.tolist()[query]
+    for span in groups.spans if groups else ():
+        if query in span.members:
+            opens = span.end if span.open_slot < 0 else (span.end - 1) // BLOCK * BLOCK
+            for t in range(max(span.begin, position - plan.window + 1), min(span.end, position + 1)):
+                full = t < opens
+                slot = span.block_ids[(t - span.base) // BLOCK] if full else span.open_slot
+                seen["full" if full else "open", slot, t % BLOCK] += 1
+    return seen
+
+
+@given(steps_with_open_blocks())
+def test_every_query_reads_its_own_block_from_the_open_one(step: tuple[HeadShape, StepRows, int]) -> None:
+    shape, rows, least_saved = step
+    plan = DecodePlan(shape, rows, least_saved)
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        for token, query in enumerate(rows.queries_of(row)):
+            q = length + token
+            expected: Counter[tuple[str, int, int]] = Counter()
+            for t in range(0 if rows.window is None else max(0, q - rows.window + 1), q + 1):
+                own = t // BLOCK == q // BLOCK
+                slot = rows.open_ids[row][q // BLOCK - length // BLOCK] if own else ids[(t - base) // BLOCK]
+                expected["open" if own else "full", slot, t % BLOCK] += 1
+            assert read_by_form(plan.own, plan, query) + read_by_form(plan.shared, plan, query) == expected
+
+
+@given(steps_with_open_blocks())
+def test_tables_of_a_launch_are_equally_wide_and_cut(step: tuple[HeadShape, StepRows, int]) -> None:
+    shape, rows, least_saved = step
+    plan = DecodePlan(shape, rows, least_saved)
+    assert plan.own.table.shape == (len(plan.own.spans), plan.own.width)
+    for span in plan.own.spans:
+        assert len({plan.positions.tolist()[query] // BLOCK for query in span.members}) == 1
+        assert 0 < len(span.members) <= plan.own.size
+    if plan.beside is not None:
+        assert plan.beside.width == plan.own.width
+        assert np.array_equal(plan.beside.bounds, plan.own.bounds)
+    if plan.shared is not None:
+        assert {span.open_slot for span in plan.shared.spans} == {-1}
 
 
 def test_threadgroup_memory_suffices_for_every_shape() -> None:

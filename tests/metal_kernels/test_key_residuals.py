@@ -116,7 +116,7 @@ def test_threadgroup_memory_suffices_for_every_rank() -> None:
 
 ROWS = Case(64, 2, 3, F32, (300, 40), 2, 277, None, True, value_rank=5, key_rank=12, pairs=32, normed=True)
 INTERLEAVED = Case(64, 1, 2, F16, (300,), key_rank=16, pairs=16, interleaved=True)
-BEFORE_VALUES = "        if (is_open)\n            stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq"
+BEFORE_VALUES = "            if (is_open) {\n                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq"
 BUGS = [
     Bug("barrier missing", f"{BARRIERS}{BEFORE_VALUES}", BEFORE_VALUES, "race"),
     Bug(

@@ -39,10 +39,10 @@ ROW = Case(128, 2, 3, mx.float32, (300, 40), num_tokens=2, window=280, sinks=Tru
 PREFIX = Case(64, 1, 3, mx.float16, (600, 530, 90, 517), prefix=2)
 OWN_BARRIER = "else simdgroup_barrier(mem_flags::mem_threadgroup);"
 SHARED_BARRIER = "if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);"
-BARRIERS = f"        {SHARED_BARRIER}\n        {OWN_BARRIER}\n"
-AFTER_KEYS = "        Sums<Q> scores[TILES * 2];"
-AFTER_VALUES = "        UNROLL for (int tile = 0; tile < TILES; ++tile) {"
-AFTER_LOOP = "    }\n\n    const int mine"
+BARRIERS = f"            {SHARED_BARRIER}\n            {OWN_BARRIER}\n"
+AFTER_KEYS = "            Sums<Q> scores[TILES * 2];"
+AFTER_VALUES = "            UNROLL for (int tile = 0; tile < TILES; ++tile) {"
+AFTER_LOOP = "        }\n    }\n\n    const int mine"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ ROW_BUGS = [
     Bug(
         "table off by a block",
         "slots[place / 256]) * HEADS",
-        "slots[(place + 1) / 256]) * HEADS",
+        "slots[(place + 16) / 256]) * HEADS",
         NUMBERS,
     ),
     Bug("window off by one", "t > last[i] - window", "t >= last[i] - window", NUMBERS),

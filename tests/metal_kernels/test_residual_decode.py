@@ -108,7 +108,7 @@ def test_threadgroup_memory_suffices_for_every_rank() -> None:
 
 ROWS = Case(64, 2, 3, F32, (300, 40), num_tokens=2, window=280, sinks=True, value_rank=12)
 EIGHTS = Case(64, 1, 2, F16, (300,), value_rank=16)
-AFTER_VALUES = "        UNROLL for (int tile = 0; tile < TILES; ++tile) {"
+AFTER_VALUES = "            UNROLL for (int tile = 0; tile < TILES; ++tile) {"
 BUGS = [
     Bug("barrier missing", f"{BARRIERS}{AFTER_VALUES}", AFTER_VALUES, "race"),
     Bug("table off by a block", "(residual_table + group * width, 0, next", "(residual_table + 1, 0, next", NUMBERS),
@@ -134,11 +134,11 @@ BUGS = [
     Bug(
         "sum not rescaled",
         "UNROLL for (int n = 0; n < DV / 8; ++n) {\n"
-        "                UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);\n"
-        "            }\n        }\n        if (COOPERATIVE)",
+        "                    UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);\n"
+        "                }\n            }\n            if (COOPERATIVE)",
         "UNROLL for (int n = 0; n < D / 8; ++n) {\n"
-        "                UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);\n"
-        "            }\n        }\n        if (COOPERATIVE)",
+        "                    UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);\n"
+        "                }\n            }\n            if (COOPERATIVE)",
         NUMBERS,
     ),
     Bug("sums left out", "i < MEMBERS * GQA * DV; i +=", "i < MEMBERS * GQA * DV - 8; i +=", "unwritten"),

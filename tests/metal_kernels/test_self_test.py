@@ -113,11 +113,17 @@ def test_residuals_of_keys_that_are_wrong_are_named(
     assert [each.partition(" (off by ")[0] for each in wrong_steps(WITH_KEYS)] == wrong
 
 
-@pytest.mark.parametrize("of_residuals", [{"value_rank": 3}, {"key_rank": 5}, {"pairs": 16}, {"normed": True}], ids=str)
-def test_the_child_is_told_of_residuals(of_residuals: dict[str, int]) -> None:
-    [(name, value)] = of_residuals.items()
+OTHER_FIELDS = [
+    *({"value_rank": 3}, {"key_rank": 5}, {"pairs": 16}, {"normed": True}),
+    *({"bits": 8}, {"value_bits": 8}, {"by_channel": True}),
+]
+
+
+@pytest.mark.parametrize("other", OTHER_FIELDS, ids=str)
+def test_the_child_is_told_of_all_fields(other: dict[str, int]) -> None:
+    [(name, value)] = other.items()
     script = f"import json, sys; print(json.dumps({{'wrong': [json.load(sys.stdin)['{name}']]}}))"
-    shape = replace(SHAPE, **of_residuals)  # type: ignore[arg-type]
+    shape = replace(SHAPE, **other)  # type: ignore[arg-type]
     assert try_kernels(shape, (sys.executable, "-c", script)).reason == f"wrong numbers: {value}"
 
 
@@ -146,6 +152,30 @@ def test_wrong_steps_over_latents_are_named(
 ) -> None:
     emulate(edits={f"agentcache_{kernel}": lambda launch: launch.edited(old, new)})
     assert sorted(wrong.partition(" (off by ")[0] for wrong in wrong_steps(LATENTS)) == names
+
+
+BY_CHANNEL = replace(SHAPE, by_channel=True)
+EIGHT_BITS = replace(SHAPE, bits=8, value_bits=8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "old", "new"),
+    [
+        (BY_CHANNEL, "okb, spans + 4 * group + 3", "okb, spans + 3"),
+        slow(BY_CHANNEL, "rows.row / 64 * D", "rows.row / 256 * 4 * D"),
+        slow(EIGHT_BITS, "words[0], words[1], scale", "words[0], words[0], scale"),
+    ],
+    ids=["open slots", "groups", "bytes"],
+)
+def test_other_forms_that_are_wrong_are_named(shape: HeadShape, old: str, new: str, emulate: Emulate) -> None:
+    emulate(edits={"agentcache_decode": lambda launch: launch.edited(old, new)})
+    assert [each.partition(" (off by ")[0] for each in wrong_steps(shape)] == list(steps(shape))
+
+
+@pytest.mark.parametrize("shape", [BY_CHANNEL, slow(replace(BY_CHANNEL, value_rank=3)), slow(EIGHT_BITS)], ids=str)
+def test_right_kernels_of_other_forms_pass(shape: HeadShape, emulate: Emulate) -> None:
+    emulate()
+    assert not wrong_steps(shape)
 
 
 def test_of_latents_in_eight_bits_only_decoding_is_tried(emulate: Emulate) -> None:
