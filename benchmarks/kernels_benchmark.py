@@ -23,7 +23,7 @@ from agentcache.kv.reads import Reads
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV
 from agentcache.metal_kernels.cases import turns_of
-from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
+from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, latent_decode
@@ -49,6 +49,7 @@ class KernelsPlan:
 
     Args:
         prefixes: (rows, shared tokens, own tokens).
+        by_channel: (rows, context), with keys by channel; each row's last block is open and half full.
         residuals: (rows, tokens per row, rank); on values, then also on keys.
         unpacked: contexts, without and with residuals.
         latents: (rows, context).
@@ -59,6 +60,7 @@ class KernelsPlan:
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
     rows: tuple[int, ...] = (1, 4, 8, 16, 32)
     prefixes: tuple[tuple[int, int, int], ...] = ((4, 32768, 256), (16, 32768, 256), (32, 32768, 256))
+    by_channel: tuple[tuple[int, int], ...] = ((1, 1024), (1, 4096), (1, 16384), (16, 4096), (16, 16384))
     residuals: tuple[tuple[int, int, int], ...] = ((1, 4096, 16), (1, 16384, 16), (16, 16384, 16), (16, 16384, 64))
     unpacked: tuple[int, ...] = (4096, 32768)
     unpacked_rank: int = 16
@@ -114,16 +116,17 @@ class Layers:
         for _, side in arena.sides:
             for part in side.parts.values():
                 shape = (slots, *part.array.shape[1:])
-                if part.array.dtype == mx.uint32:
-                    part.array = mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)
-                else:
-                    part.array = mx.random.uniform(-0.1, 0.1, shape).astype(part.array.dtype)
+                part.array = (_words if part.array.dtype == mx.uint32 else _factors)(*shape)
                 mx.eval(part.array)
         return arena
 
 
 def bytes_per_token(plan: KernelsPlan) -> int:
     return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
+
+
+def bytes_per_open_token(plan: KernelsPlan) -> int:
+    return 2 * plan.kv_heads * (plan.dim + plan.dim // quantisation_for(plan.dim).group_size * 4)
 
 
 def bytes_per_latent(plan: KernelsPlan) -> int:
@@ -149,6 +152,8 @@ def _samples(plan: KernelsPlan) -> Iterator[Sample]:
                 yield _decode_sample(plan, rows, 0, context)
     for rows, shared, own in plan.prefixes:
         yield _decode_sample(plan, rows, shared, own)
+    for rows, context in plan.by_channel:
+        yield _by_channel_sample(plan, rows, context)
     for rows, context, rank in plan.residuals:
         for on_keys in (False, True):
             yield _decode_sample(plan, rows, 0, context, rank, on_keys)
@@ -205,6 +210,56 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
         flash_us = _flash(plan, rows, shared + own, queries)
     what = "decode" if not shared else f"decode, {shared} shared"
     return Sample(what, rows, shared + own, moved, kernel_us, ops_us, flash_us)
+
+
+def _by_channel_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
+    blocks, opened = context // BLOCK_SIZE - 1, BLOCK_SIZE // 2
+    layers = Layers(plan, rows * blocks)
+    order = np.random.default_rng(0).permutation(rows * blocks)
+    ids = [list(map(int, row)) for row in order.reshape(rows, blocks)]
+    length = blocks * BLOCK_SIZE + opened - 1
+    dtype = getattr(mx, plan.dtype)
+    heads = plan.kv_heads, plan.queries_per_head
+    shape = HeadShape(plan.dim, *heads, layers.quantisation.group_size, dtype, by_channel=True)
+    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1, open_ids=[[row] for row in range(rows)]))
+    packed = [_by_channel(arena, rows) for arena in layers.arenas]
+    queries = mx.random.normal((rows, heads[0] * heads[1], 1, plan.dim)).astype(dtype)
+    mx.eval(packed, queries)
+
+    def kernel() -> mx.array:
+        x = queries
+        for index in range(layers.count):
+            keys, values, open_keys, open_values = packed[index % len(packed)]
+            x = decode(
+                *(x, keys, values, reads),
+                scale=plan.dim**-0.5,
+                open_keys=open_keys,
+                open_values=open_values,
+                threadgroups=plan.threadgroups,
+            )
+        return x
+
+    kernel_us = _fastest(plan.rounds, _traced(kernel)) / layers.count * 1e6
+    moved = rows * (blocks * BLOCK_SIZE * bytes_per_token(plan) + opened * bytes_per_open_token(plan))
+    return Sample("decode, keys by channel", rows, length + 1, moved, kernel_us)
+
+
+def _by_channel(arena: LayerArena, rows: int) -> list[PackedArrays]:
+    """Keys and values of full blocks, in the arena's data, and of an open block for each row."""
+    (data, *_), (*values,) = (side.arrays() for _, side in arena.sides)
+    slots, kv_heads, _, words = data.shape
+    full = slots, kv_heads, 4, 8 * words
+    in_bytes = rows, *values[1].shape[1:]
+    opened = [(_words(rows, kv_heads, BLOCK_SIZE, 2 * words), _factors(*in_bytes), _factors(*in_bytes)) for _ in "kv"]
+    return [(data, _factors(*full), _factors(*full)), (values[0], values[1], values[2]), *opened]
+
+
+def _words(*shape: int) -> mx.array:
+    return mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)
+
+
+def _factors(*shape: int) -> mx.array:
+    return mx.random.uniform(-0.1, 0.1, shape).astype(mx.float16)
 
 
 def _residuals(

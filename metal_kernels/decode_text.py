@@ -26,9 +26,9 @@ template <int D, int GS, int BITS> struct TokenTile {
     half scale[(16 * (D / GS) + 31) / 32];
     half bias[(16 * (D / GS) + 31) / 32];
 };
-// 4 bits, quantised by channel of 64 tokens: a lane has eight channels of every AT_ONCE-th token.
+// 4 bits, quantised by channel of 64 tokens, in full blocks: a lane has eight channels of every AT_ONCE-th token.
 template <int D> struct ChannelTile {
-    uint words[(16 + 32 / (D / 8) - 1) / (32 / (D / 8))];
+    uint words[16 / (32 / (D / 8))];
     half scale[8];
     half bias[8];
 };
@@ -66,6 +66,7 @@ METAL_FUNC void load_tile(thread ChannelTile<D>& tile, const device uint* data, 
     const int WORDS = D / 8;
     const int AT_ONCE = 32 / WORDS;
     const int column = lane % WORDS;
+    // Also of tokens before a window: scores are masked.
     const bool loads = lane < WORDS * AT_ONCE && rows.first < rows.last;
     UNROLL for (int e = 0; e < 8; ++e) {
         tile.scale[e] = half(0.0f);
@@ -76,11 +77,10 @@ METAL_FUNC void load_tile(thread ChannelTile<D>& tile, const device uint* data, 
         load8(scales + at, tile.scale);
         load8(biases + at, tile.bias);
     }
-    UNROLL for (int u = 0; u < (16 + AT_ONCE - 1) / AT_ONCE; ++u) {
+    UNROLL for (int u = 0; u < 16 / AT_ONCE; ++u) {
         const int token = u * AT_ONCE + lane / WORDS;
         tile.words[u] = 0;
-        if (loads && token >= rows.first && token < rows.last)
-            tile.words[u] = data[(rows.row + token) * WORDS + column];
+        if (loads) tile.words[u] = data[(rows.row + token) * WORDS + column];
     }
 }
 template <int BITS, typename S>
@@ -106,10 +106,11 @@ template <typename S, int D>
 METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, thread ChannelTile<D>& tile, int lane) {
     const int WORDS = D / 8;
     const int AT_ONCE = 32 / WORDS;
-    UNROLL for (int u = 0; u < (16 + AT_ONCE - 1) / AT_ONCE; ++u) {
-        const int token = u * AT_ONCE + lane / WORDS;
-        if (lane < WORDS * AT_ONCE && token < 16)
+    if (lane < WORDS * AT_ONCE) {
+        UNROLL for (int u = 0; u < 16 / AT_ONCE; ++u) {
+            const int token = u * AT_ONCE + lane / WORDS;
             unpack_word(stage + token * width + lane % WORDS * 8, tile.words[u], tile.scale, tile.bias);
+        }
     }
 }
 // A tile of the open block, in 8 bits by token; `slots` has its slot, `place` is within it.

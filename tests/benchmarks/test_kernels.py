@@ -9,6 +9,7 @@ from benchmarks.kernels_benchmark import (
     Layers,
     build_report,
     bytes_per_latent,
+    bytes_per_open_token,
     bytes_per_token,
     kernels_table,
     measure_kernels,
@@ -21,6 +22,7 @@ PLAN = KernelsPlan(
     contexts=(256,),
     rows=(1, 2),
     prefixes=((2, 256, 256),),
+    by_channel=((2, 512),),
     residuals=((2, 256, 4),),
     unpacked=(256,),
     unpacked_rank=4,
@@ -41,6 +43,7 @@ PLAN = KernelsPlan(
 
 def test_bytes_of_a_token() -> None:
     assert bytes_per_token(KernelsPlan()) == 2 * 8 * (64 + 2 * 4)
+    assert bytes_per_open_token(KernelsPlan()) == 2 * 8 * (128 + 2 * 4)
     assert bytes_per_latent(KernelsPlan()) == 288 + 9 * 4
 
 
@@ -64,6 +67,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode", 1, 256),
         ("decode", 2, 256),
         ("decode, 256 shared", 2, 512),
+        ("decode, keys by channel", 2, 384),
         ("decode, residuals of rank 4 on values", 2, 256),
         ("decode, residuals of rank 4 on keys and values", 2, 256),
         ("latent decode", 2, 256),
@@ -75,6 +79,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         256 * per_token,
         512 * per_token,
         768 * per_token,
+        512 * per_token + 256 * bytes_per_open_token(PLAN),
         512 * (per_token + 2 * 4),
         512 * (per_token + 2 * 8),
         512 * bytes_per_latent(PLAN),
@@ -82,7 +87,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         256 * (per_token + 512 + 4 * 4),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
-    assert samples[5].ops_us and samples[5].flash_us is None
+    assert samples[6].ops_us and samples[6].flash_us is None
     report = build_report(PLAN, bandwidth, samples)
     assert len(report["rows"]) == kernels_table(report).row_count == len(lines) - 1
     assert report["caveats"]

@@ -100,6 +100,47 @@ KEY_RESIDUAL_CASES = [
         for tokens, window in ((1, 100), (5, 256), (16, None))
     ),
 ]
+#: Keys of full blocks by channel, and keys and values in 8 bits.
+FORM_CASES = [
+    *(
+        Case(dim, 2, gqa, dtype, (300, 513, 40), by_channel=True)
+        for dim in (32, *_DIMS)
+        for gqa in (1, 4, 7, 16)
+        for dtype in DTYPES
+    ),
+    *(
+        Case(dtype=dtype, lengths=lengths_of(length, rows), by_channel=True)
+        for length in (*_LENGTHS, 272, 321)
+        for rows in (1, 16)
+        for dtype in DTYPES
+    ),
+    *(
+        Case(dim, 2, 4, dtype, (700, 300, 250), tokens, window, 20.0, True, by_channel=True)
+        for dim in (64, 128, 256)
+        for dtype in DTYPES
+        for tokens, window in ((1, 100), (3, 300), (8, None), (32, None))
+    ),
+    *(
+        Case(dim, 2, gqa, dtype, (600, 777, 512, 1023, 513), prefix=2, num_tokens=tokens, by_channel=True)
+        for dim in (64, 128, 256)
+        for gqa in (1, 4, 16)
+        for dtype in DTYPES
+        for tokens in (1, 2)
+    ),
+    *(
+        Case(dim, 2, 4, dtype, (300, 700), value_rank=rank, key_rank=rank, pairs=pairs, by_channel=True, **of_keys)
+        for dim, pairs in ((64, 32), (128, 64), (256, 128))
+        for dtype in DTYPES
+        for rank, of_keys in ((1, {"normed": True}), (16, {}), (64, {"interleaved": True}))
+    ),
+    *(
+        Case(dim, 2, gqa, dtype, (300, 700), bits=8, value_bits=value_bits, prefix=prefix)
+        for dim in (64, 96, 128, 256)
+        for gqa in (1, 4, 16)
+        for dtype in DTYPES
+        for value_bits, prefix in ((8, 0), (8, 1), (4, 0))
+    ),
+]
 UNPACK_RESIDUAL_CASES = [
     Case(dim, 2, dtype=dtype, lengths=(length,), value_rank=rank, key_rank=rank, pairs=pairs, **of_keys)
     for dim, pairs, rank, length in ((64, 32, 5, 257), (96, 16, 8, 40), (128, 64, 16, 259), (256, 128, 64, 21))

@@ -12,6 +12,7 @@ from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.unpack import unpack
 from tests.metal_kernels.cases import (
     DECODE_CASES,
+    FORM_CASES,
     KEY_RESIDUAL_CASES,
     LATENT_CASES,
     RESIDUAL_CASES,
@@ -25,7 +26,7 @@ if device() == NO_DEVICE:
     pytest.skip("the kernels need Metal or CUDA", allow_module_level=True)
 
 
-DECODED = [*DECODE_CASES, *RESIDUAL_CASES, *KEY_RESIDUAL_CASES]
+DECODED = [*DECODE_CASES, *RESIDUAL_CASES, *KEY_RESIDUAL_CASES, *FORM_CASES]
 
 
 @pytest.mark.parametrize("case", DECODED, ids=ids(DECODED))
