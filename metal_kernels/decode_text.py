@@ -243,7 +243,7 @@ _BODY = """
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
     // Splits take turns by rounds, so that tiles of an open block, which are not loaded ahead, go to several of them. A
-    // round lies within a group of 64 tokens. Its first tiles are on their way while queries are put where they are
+    // round lies within a group of 64 tokens. The first tiles are on their way while queries are put where they are
     // multiplied.
     const int ROUND = NSG * 16;
     const int first = begin / ROUND * ROUND + split * ROUND;
@@ -289,7 +289,8 @@ _BODY = """
     Sums<Q> out[DV / 8];
     UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
 
-    rows = find_tile<1>(residual_table + group * width, 0, first + sg * 16 - base, begin - base, end - base);
+    const int residuals_end = RANK > 0 || KEY_RANK > 0 ? end - base : 0;
+    rows = find_tile<1>(residual_table + group * width, 0, first + sg * 16 - base, begin - base, residuals_end);
     if (RANK > 0) load_residuals<RANK, EIGHTS, LOADS>(residuals, rows, lane, low);
     if (KEY_RANK > 0) load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, rows, lane, key_low);
     if (NORMED) load_norms<HEADS>(key_norms, rows, head, lane, norms);
@@ -312,7 +313,8 @@ _BODY = """
             }
             const float without = NORMED ? float(norms[0]) : 1.0f;
             const float agent = NORMED ? float(norms[1]) : 1.0f;
-            const TileRows beside = find_tile<1>(residual_table + group * width, 0, next, begin - base, end - base);
+            const TileRows beside =
+                find_tile<1>(residual_table + group * width, 0, next, begin - base, residuals_end);
             if (NORMED) load_norms<HEADS>(key_norms, beside, head, lane, norms);
             if (KEY_RANK > 0) {
                 stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);

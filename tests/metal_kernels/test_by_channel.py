@@ -118,8 +118,8 @@ def read(result: Result, *names: str) -> int:
     return sum(result.traffic[name].read for name in names)
 
 
-CUTS = [(length, rows) for length in (1, 16, 17, 64, 65, 255, 256, 257, 272, 321, 512, 4095) for rows in (1, 3)]
-KEPT = ((1, 3), (17, 1), (256, 1), (257, 3), (272, 1), (321, 1), (512, 3), (4095, 1))
+CUTS = [(length, rows) for length in (1, 16, 17, 64, 65, 255, 256, 257, 272, 321, 512, 4095, 4102) for rows in (1, 3)]
+KEPT = ((1, 3), (17, 1), (256, 1), (257, 3), (272, 1), (321, 1), (512, 3), (4102, 1))
 
 
 @needs_clang

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.metal_kernels.cases import Arenas, Case, LatentCase, Latents, error
+from agentcache.metal_kernels.cases import Arenas, Case, LatentCase, Latents, as_mlx, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
@@ -68,6 +68,26 @@ def decoded(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -
     return error(decode(queries, keys, values, arenas.plan(), scale=CASE.scale), expected)
 
 
+def decoded_by_channel(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    arenas = Arenas.of(replace(CASE, lengths=(300,), by_channel=True))
+    assert arenas.open_blocks is not None
+    [[slot]] = arenas.block_ids
+    parts = [*arenas.keys, *arenas.values]
+    install(DECODE, {1 + index: far(part, slot) for index, part in enumerate(parts)}, monkeypatch, edit)
+    expected = arenas.expected()
+    arenas.block_ids = [[SLOT]]
+    full = [tuple(map(lazy, side)) for side in (arenas.keys, arenas.values)]
+    opened = [as_mlx(side) for side in (arenas.open_blocks.keys, arenas.open_blocks.values)]
+    out = decode(
+        arenas.computed_queries(),
+        *(full[0], full[1], arenas.plan()),
+        scale=CASE.scale,
+        open_keys=opened[0],
+        open_values=opened[1],
+    )
+    return error(out, expected)
+
+
 def unpacked(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
     arenas = Arenas.of(CASE)
     [[slot]] = arenas.block_ids
@@ -89,7 +109,7 @@ def latents_decoded(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], La
     return error(latents.decoded_from((data, scales, biases), None), expected)
 
 
-@pytest.mark.parametrize("compute", [decoded, unpacked, latents_decoded])
+@pytest.mark.parametrize("compute", [decoded, decoded_by_channel, unpacked, latents_decoded])
 def test_a_block_behind_two_to_the_31_words(
     compute: Callable[..., float], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +123,7 @@ def test_a_block_behind_two_to_the_31_words(
         (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
         (unpacked, "data + ((row + t * RUNS) * UNITS", "data + ((int(row) + t * RUNS) * UNITS"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
+        (decoded_by_channel, "data[(rows.row + token) * WORDS", "data[int(rows.row + token) * WORDS"),
     ],
 )
 def test_a_place_that_overflows_is_found(
