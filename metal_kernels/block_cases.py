@@ -8,8 +8,10 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.cases import Arenas, Case, as_mlx
 from agentcache.metal_kernels.definition import Array, PackedNumpy, unpacked, unpacked_by_channel
 from agentcache.metal_kernels.packing_text import GROUP_TOKENS
+from agentcache.metal_kernels.seal import reopen, seal
 
 OPEN_BITS, FULL_BITS = 8, 4
 
@@ -36,6 +38,13 @@ class Side:
     opened: PackedNumpy
     full: PackedNumpy
     by_channel: bool
+
+    def open_row(self, slots: list[int], num_tokens: int) -> Array:
+        """The first tokens of a block table, [H_kv, num_tokens, D]."""
+        return _in_a_row(self.open_values(slots), num_tokens)
+
+    def full_row(self, slots: list[int], num_tokens: int) -> Array:
+        return _in_a_row(self.full_values(slots), num_tokens)
 
     def open_values(self, slots: list[int]) -> Array:
         return unpacked(_at(self.opened, slots), OPEN_BITS)
@@ -76,6 +85,18 @@ class Blocks:
         mx.eval(opened, full)
         return opened, full
 
+    def sealed(self) -> Blocks:
+        """A copy with what `seal` makes of the open blocks."""
+        opened, full = self.arrays()
+        mx.eval(seal(opened, full, mx.array(self.open_ids, mx.int32), mx.array(self.full_ids, mx.int32)))
+        return self.with_full(full)
+
+    def reopened(self) -> Blocks:
+        """A copy with what `reopen` makes of the full blocks."""
+        opened, full = self.arrays()
+        mx.eval(reopen(opened, full, mx.array(self.full_ids, mx.int32), mx.array(self.open_ids, mx.int32)))
+        return self.with_open(opened)
+
     def with_full(self, full: list[mx.array]) -> Blocks:
         """A copy with these arrays, which `seal` may have changed."""
         keys, values = (Side(side.opened, made, side.by_channel) for side, made in self._with(full))
@@ -89,6 +110,10 @@ class Blocks:
     def _with(self, arrays: list[mx.array]) -> list[tuple[Side, PackedNumpy]]:
         parts = [np.array(part) for part in arrays]
         return [(self.keys, (parts[0], parts[1], parts[2])), (self.values, (parts[3], parts[4], parts[5]))]
+
+
+def _in_a_row(blocks: Array, num_tokens: int) -> Array:
+    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :num_tokens]
 
 
 def _at(packed: PackedNumpy, slots: list[int]) -> PackedNumpy:
@@ -108,3 +133,16 @@ def _packed(
     scales[unused] = np.nan
     biases[unused] = np.nan
     return data, scales, biases
+
+
+def unpacked_with_residuals(case: Case, side: str, opened: bool) -> tuple[mx.array, np.ndarray]:
+    """As `Arenas.unpacked`, of open or full blocks."""
+    arenas = Arenas.of(case)
+    of = BlockCase(case.dim, case.kv_heads, len(arenas.block_ids[0]), case.group, case.seed)
+    blocks = Blocks.of(of)
+    own: Side = getattr(blocks, side)
+    if opened:
+        held = own.open_row(blocks.open_ids, arenas.num_held)
+        return arenas.unpacked_from(side, as_mlx(own.opened), blocks.open_ids, held, OPEN_BITS)
+    held = own.full_row(blocks.full_ids, arenas.num_held)
+    return arenas.unpacked_from(side, as_mlx(own.full), blocks.full_ids, held, FULL_BITS)

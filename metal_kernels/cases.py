@@ -12,6 +12,7 @@ from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.definition import (
+    Array,
     LowRank,
     LowRankKeys,
     OpenBlocks,
@@ -195,10 +196,21 @@ class Arenas:
 
     def unpacked(self, side: str) -> tuple[mx.array, np.ndarray]:
         """One row's "keys" or "values" with residuals, by kernel and by definition: [1, H_kv, T, D]."""
-        case = self.case
-        [ids], [base], [length] = self.block_ids, self.bases, case.lengths
-        count = length + case.num_tokens - base
-        held = row_of(getattr(self, side), ids, count)
+        [ids], packed = self.block_ids, getattr(self, side)
+        return self.unpacked_from(side, as_mlx(packed), ids, row_of(packed, ids, self.num_held))
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of the only row."""
+        [base], [length] = self.bases, self.case.lengths
+        return length + self.case.num_tokens - base
+
+    def unpacked_from(
+        self, side: str, packed: PackedArrays, ids: list[int], held: Array, bits: int = 4
+    ) -> tuple[mx.array, np.ndarray]:
+        """As `unpacked`, of slots `ids` in other arrays, which hold `held` [H_kv, T, D]."""
+        case, count = self.case, self.num_held
+        [base], [length] = self.bases, case.lengths
         if side == "values":
             assert self.residuals is not None
             added, norms, turns = self.residuals, None, None
@@ -214,8 +226,7 @@ class Arenas:
             None if norms is None else mx.array(norms),
             turns,
         )
-        packed = as_mlx(getattr(self, side))
-        out = unpack_residual(packed, mx.array(ids, mx.int32), of_side, count, case.dtype, base=base)
+        out = unpack_residual(packed, mx.array(ids, mx.int32), of_side, count, case.dtype, base=base, bits=bits)
         return out, expected[None]
 
 

@@ -13,10 +13,19 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import Places, append, packed_alone
+from agentcache.metal_kernels.block_cases import FULL_BITS, OPEN_BITS, BlockCase, Blocks, unpacked_with_residuals
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, LatentCase, Latents, as_computed, as_mlx, error
 from agentcache.metal_kernels.decode import decode
-from agentcache.metal_kernels.definition import packed, row_of, unpacked
+from agentcache.metal_kernels.definition import (
+    packed,
+    quantise_by_channel,
+    row_of,
+    stored,
+    unpacked,
+    unpacked_by_channel,
+)
 from agentcache.metal_kernels.latent_decode import LatentShape
+from agentcache.metal_kernels.seal import seal
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 
@@ -24,6 +33,7 @@ _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
 _SECONDS = 180  # a Mac's first compilation can be slow
 _APPENDED_BITS = 4
 _SCALE_ROUNDING = 1e-2  # scales and biases are float16
+_TIE = 2e-2  # steps
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
 
 Shape = HeadShape | LatentShape
@@ -74,7 +84,10 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
         arenas = Arenas.of(_case(shape, lengths=(300,)))
         for side in (*(["keys"] if shape.key_rank else []), *(["values"] if shape.value_rank else [])):
             out, expected = arenas.unpacked(side)
-            yield f"unpack of {side} with residuals", error(out, expected) / max(1.0, np.nanmax(np.abs(expected)))
+            yield f"unpack of {side} with residuals", _relative_error(out, expected)
+            for form in ("full", "open"):
+                out, expected = unpacked_with_residuals(arenas.case, side, form == "open")
+                yield f"unpack of {side} of {form} blocks with residuals", _relative_error(out, expected)
         return  # the other kernels have no residuals
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids] = arenas.block_ids
@@ -82,18 +95,85 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
     yield "append", _pack_error(shape)
     yield from _steps_from_append(shape)
     yield "unpack", error(values[0], as_computed(row_of(arenas.keys, ids, 300), shape.dtype))
+    yield from _of_full_and_open_blocks(shape)
 
 
-def _pack_error(shape: HeadShape) -> float:
-    # Ties between two codes are right either way.
+def _of_full_and_open_blocks(shape: HeadShape) -> Iterator[tuple[str, float]]:
+    yield "append in 8 bits", _pack_error(shape, OPEN_BITS)
+    blocks = Blocks.of(BlockCase(shape.dim, shape.kv_heads, group=shape.group_size))
+    keys, values = blocks.sides
+    out = unpack(as_mlx(keys.full), mx.array(blocks.full_ids, mx.int32), 300, shape.dtype)
+    yield "unpack of full blocks", error(out[0], as_computed(keys.full_row(blocks.full_ids, 300), shape.dtype))
+    out = unpack(as_mlx(values.opened), mx.array(blocks.open_ids, mx.int32), 300, shape.dtype, bits=OPEN_BITS)
+    yield "unpack of open blocks", error(out[0], as_computed(values.open_row(blocks.open_ids, 300), shape.dtype))
+    yield "seal", _seal_error(blocks)
+    yield "reopen", _reopen_error(blocks)
+    yield "append, seal and unpack", _append_and_seal_error(shape)
+
+
+def _append_and_seal_error(shape: HeadShape) -> float:
+    blocks = Blocks.of(BlockCase(shape.dim, shape.kv_heads, 1, shape.group_size))
+    opened, full = blocks.arrays()
+    new = mx.random.normal((2, 1, shape.kv_heads, 1, shape.dim), key=mx.random.key(7)).astype(shape.dtype)
+    sources, targets = (mx.array(slots, mx.int32) for slots in (blocks.open_ids, blocks.full_ids))
+    last = Places(sources * BLOCK_SIZE + BLOCK_SIZE - 1, mx.array([1, 1], mx.int32))
+    written = seal(opened, full, sources, targets, append([new[0], new[1]], opened, last, shape.group_size))
+    out = unpack((full[0], full[1], full[2]), targets, BLOCK_SIZE, shape.dtype, written)
+    mx.eval(out)
+    keys = blocks.with_open(opened).keys.open_values(blocks.open_ids)
+    wanted = quantise_by_channel(keys)
+    values = as_computed(unpacked_by_channel(wanted), shape.dtype)
+    return _beyond_ties(np.array(out.astype(mx.float32)), values, _places(keys, *wanted[1:], axis=-2))
+
+
+def _seal_error(blocks: Blocks) -> float:
+    made, group_size = blocks.sealed(), blocks.case.group_size
+    keys, values = (side.open_values(blocks.open_ids) for side in blocks.sides)
+    by_channel, per_token = quantise_by_channel(keys), stored(values, group_size, FULL_BITS)
+    of_keys = _places(keys, *by_channel[1:], axis=-2)
+    of_values = _places(values, *packed(values, group_size)[1:], axis=-1)
+    return max(
+        _beyond_ties(made.keys.full_values(blocks.full_ids), unpacked_by_channel(by_channel), of_keys),
+        _beyond_ties(made.values.full_values(blocks.full_ids), unpacked(per_token), of_values),
+    )
+
+
+def _reopen_error(blocks: Blocks) -> float:
+    # Full blocks' values are equally far apart, so that ties are common, also between two scales.
+    made, missed = blocks.reopened(), []
+    for before, after in zip(blocks.sides, made.sides, strict=True):
+        values = before.full_values(blocks.full_ids)
+        data, scales, biases = stored(values, blocks.case.group_size, OPEN_BITS)
+        wanted = unpacked((data, scales, biases), OPEN_BITS)
+        steps = np.abs(scales).repeat(blocks.case.group_size, axis=-1)
+        missed.append(np.maximum(np.abs(after.open_values(blocks.open_ids) - wanted) - steps, 0).max())
+    return float(max(missed))
+
+
+def _relative_error(out: mx.array, expected: np.ndarray) -> float:
+    return error(out, expected) / max(1.0, float(np.nanmax(np.abs(expected))))
+
+
+def _pack_error(shape: HeadShape, bits: int = _APPENDED_BITS) -> float:
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
-    made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
-    words, *factors = (np.array(part) for part in made)
-    data, scales, biases = packed(x, shape.group_size)
-    wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
-    difference = np.abs(unpacked((words, factors[0], factors[1])) - wanted)
-    halves = np.abs(scales).repeat(shape.group_size, axis=-1) / 2
-    is_right = np.logical_or(difference <= _SCALE_ROUNDING, np.abs(np.abs(x - wanted) - halves) < _SCALE_ROUNDING)
+    made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size, bits)
+    data, scales, biases = (np.array(part) for part in made)
+    wanted = unpacked(stored(x, shape.group_size, bits), bits)
+    places = _places(x, *packed(x, shape.group_size, bits)[1:], axis=-1)
+    return _beyond_ties(unpacked((data, scales, biases), bits), wanted, places)
+
+
+def _places(x: np.ndarray, scales: np.ndarray, biases: np.ndarray, axis: int) -> np.ndarray:
+    """Values in steps from their group's bias."""
+    count = x.shape[axis] // scales.shape[axis]
+    result: np.ndarray = (x - biases.repeat(count, axis)) / scales.repeat(count, axis)
+    return result
+
+
+def _beyond_ties(made: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> float:
+    """Largest difference, apart from values between two steps: either is right."""
+    difference = np.abs(made - wanted)
+    is_right = np.logical_or(difference <= _SCALE_ROUNDING, np.abs(places % 1 - 0.5) < _TIE)
     return float(np.where(is_right, 0.0, difference).max())
 
 

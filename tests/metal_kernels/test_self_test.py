@@ -21,6 +21,7 @@ pytestmark = needs_clang
 
 SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/emulated_device.py: its texts are compiled once
 LATENTS = LatentShape(64, 32, 3, 32, mx.float32)
+APPENDED = ["append", "append and decode", "append and unpack", "append in 8 bits"]
 WITH_KEYS = replace(SHAPE, value_rank=3, key_rank=3, pairs=32)
 CHILD = Path(__file__).parent / "emulated_child.py"
 
@@ -76,10 +77,22 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "names"),
     [
-        ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack", "unpack"]),
-        slow("append", "scale), 15.0f)", "scale), 14.0f)", ["append"]),
-        slow("append", "biases[at] =", "if (false) biases[at] =", ["append", "append and decode", "append and unpack"]),
-        slow("append", "= places[", "= 1 + places[", ["append", "append and decode", "append and unpack"]),
+        (
+            "unpack",
+            "((1u << BITS) - 1u)",
+            "((1u << BITS) - 2u)",
+            [
+                *("append and unpack", "append, seal and unpack"),
+                *("unpack", "unpack of full blocks", "unpack of open blocks"),
+            ],
+        ),
+        slow("append", "scale), most)", "scale), most - 1.0f)", ["append", "append in 8 bits"]),
+        slow("append", "biases[at] =", "if (false) biases[at] =", APPENDED),
+        slow("append", "= places[", "= 1 + places[", APPENDED),
+        ("seal", "/ step[e]);", "/ step[e] + 0.25f);", ["append, seal and unpack", "seal"]),
+        slow("seal", "open_vq + (from", "open_kq + (from", ["seal"]),
+        ("reopen", "open_ks : open_vs", "open_vs : open_ks", ["reopen"]),
+        slow("reopen", "load_factors<true>(kb", "load_factors<true>(ks", ["reopen"]),
     ],
 )
 def test_wrong_steps_are_named(kernel: str, old: str, new: str, names: list[str], emulate: Emulate) -> None:
@@ -103,7 +116,13 @@ def test_residuals_that_are_wrong_are_named(emulate: Emulate) -> None:
             "turns + (tile_column(lane) + e)",
             list(steps(WITH_KEYS)),
         ),
-        ("unpack_residual", "a = x * cosine - b * sine;", "a = x;", ["unpack of keys with residuals"]),
+        (
+            "unpack_residual",
+            "a = x * cosine - b * sine;",
+            "a = x;",
+            [f"unpack of keys {of}with residuals" for of in ("", "of full blocks ", "of open blocks ")],
+        ),
+        slow("unpack_residual", "row / 64 * D", "row / 32 * D", ["unpack of keys of full blocks with residuals"]),
     ],
 )
 def test_residuals_of_keys_that_are_wrong_are_named(
@@ -137,7 +156,7 @@ def test_right_kernels_pass_with_residuals() -> None:
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "names"),
     [
-        ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack"]),
+        ("unpack", "((1u << BITS) - 1u)", "((1u << BITS) - 2u)", ["append and unpack"]),
         ("append", "= places[", "= 1 + places[", ["append", "append and latent decode", "append and unpack"]),
         (
             "latent_decode",

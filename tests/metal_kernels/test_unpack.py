@@ -38,7 +38,7 @@ def run_by_channel(case: BlockCase, length: int, dtype: mx.Dtype = mx.float32) -
     blocks = Blocks.of(replace(case, num_blocks=-(-length // 256)))
     _, full = blocks.arrays()
     out = unpack((full[0], full[1], full[2]), mx.array(blocks.full_ids, mx.int32), length, dtype)
-    return out, in_a_row(blocks.keys.full_values(blocks.full_ids), length)
+    return out, blocks.keys.full_row(blocks.full_ids, length)[None]
 
 
 def run_open(case: BlockCase, length: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, np.ndarray]:
@@ -46,11 +46,7 @@ def run_open(case: BlockCase, length: int, dtype: mx.Dtype = mx.float32) -> tupl
     blocks = Blocks.of(replace(case, num_blocks=-(-length // 256)))
     opened, _ = blocks.arrays()
     out = unpack((opened[3], opened[4], opened[5]), mx.array(blocks.open_ids, mx.int32), length, dtype, bits=8)
-    return out, in_a_row(blocks.values.open_values(blocks.open_ids), length)
-
-
-def in_a_row(blocks: np.ndarray, length: int) -> np.ndarray:
-    return blocks.swapaxes(0, 1).reshape(1, blocks.shape[1], -1, blocks.shape[3])[:, :, :length]
+    return out, blocks.values.open_row(blocks.open_ids, length)[None]
 
 
 # Every size of heads in one type, and two of them in each.

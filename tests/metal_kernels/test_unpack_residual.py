@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.metal_kernels.block_cases import unpacked_with_residuals
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
 from tests.metal_kernels.cases import UNPACK_RESIDUAL_CASES, ids
@@ -34,6 +35,28 @@ def off(case: Case, side: str) -> float:
 def test_every_shape_and_rank(case: Case, side: str, emulate: Emulate) -> None:
     emulate()
     assert off(case, side) <= TOLERANCE[case.dtype]
+
+
+def off_in(case: Case, side: str, opened: bool) -> float:
+    """As `off`, of open or full blocks."""
+    out, expected = unpacked_with_residuals(case, side, opened)
+    return error(out, expected) / max(1.0, float(np.nanmax(np.abs(expected))))
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["full", "open"])
+@pytest.mark.parametrize(
+    "case", [UNPACK_RESIDUAL_CASES[2], *map(slow, UNPACK_RESIDUAL_CASES[3:])], ids=ids(UNPACK_RESIDUAL_CASES[2:])
+)
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_every_shape_of_full_and_open_blocks(case: Case, side: str, opened: bool, emulate: Emulate) -> None:
+    emulate()
+    assert off_in(case, side, opened) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("length", [1, 8, 63, 64, slow(254), slow(700)])
+def test_every_length_of_keys_by_channel(length: int, emulate: Emulate) -> None:
+    emulate()
+    assert off_in(Case(64, 2, lengths=(length,), key_rank=8, pairs=32), "keys", False) <= TOLERANCE[F32]
 
 
 @pytest.mark.parametrize("length", [1, 255, slow(256), slow(257), slow(4095)])
@@ -84,6 +107,21 @@ BUGS = [
 ]
 
 
+BY_CHANNEL_BUGS = [
+    Bug("groups of 32 tokens", "row / 64 * D + unit", "row / 32 * D + unit", NUMBERS),
+    Bug("group of the first token", "begin_row, a, b, factors);", "begin_row / 256 * 256, a, b, factors);", NUMBERS),
+    Bug("scale of the other unit", "BY_CHANNEL>(scales + at[i]", "BY_CHANNEL>(scales + at[0]", NUMBERS),
+    Bug("one scale for eight channels", "float(own[BY_CHANNEL ? e : 0])", "float(own[0])", NUMBERS),
+    Bug("per token", "if (BY_CHANNEL) load_both", "if (!BY_CHANNEL) load_both", NUMBERS),
+]
+
+
+@pytest.mark.parametrize("bug", BY_CHANNEL_BUGS, ids=str)
+def test_a_planted_bug_is_caught_by_channel(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={KERNEL: bug.plant})
+    assert bug.caught_by in caught(lambda: off_in(APART, "keys", False) <= TOLERANCE[F32])
+
+
 @pytest.mark.parametrize("bug", firsts(BUGS), ids=str)
 def test_a_planted_bug_is_caught(bug: Bug, emulate: Emulate) -> None:
     emulate(edits={KERNEL: bug.plant})
@@ -101,3 +139,4 @@ def test_there_are_enough_of_enough_classes(emulate: Emulate) -> None:
     emulate()
     for case in (APART, NEIGHBOURS):
         assert caught(lambda case=case: off(case, "keys") <= TOLERANCE[F32]) == ()
+        assert caught(lambda case=case: off_in(case, "keys", False) <= TOLERANCE[F32]) == ()
