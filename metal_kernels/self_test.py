@@ -17,6 +17,7 @@ from agentcache.metal_kernels.block_cases import FULL_BITS, OPEN_BITS, BlockCase
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, LatentCase, Latents, as_computed, as_mlx, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.definition import (
+    PackedNumpy,
     packed,
     quantise_by_channel,
     row_of,
@@ -106,8 +107,8 @@ def _of_full_and_open_blocks(shape: HeadShape) -> Iterator[tuple[str, float]]:
     yield "unpack of full blocks", error(out[0], as_computed(keys.full_row(blocks.full_ids, 300), shape.dtype))
     out = unpack(as_mlx(values.opened), mx.array(blocks.open_ids, mx.int32), 300, shape.dtype, bits=OPEN_BITS)
     yield "unpack of open blocks", error(out[0], as_computed(values.open_row(blocks.open_ids, 300), shape.dtype))
-    yield "seal", _seal_error(blocks)
-    yield "reopen", _reopen_error(blocks)
+    yield "seal", seal_error(blocks)
+    yield "reopen", reopen_error(blocks)
     yield "append, seal and unpack", _append_and_seal_error(shape)
 
 
@@ -123,31 +124,32 @@ def _append_and_seal_error(shape: HeadShape) -> float:
     keys = blocks.with_open(opened).keys.open_values(blocks.open_ids)
     wanted = quantise_by_channel(keys)
     values = as_computed(unpacked_by_channel(wanted), shape.dtype)
-    return _beyond_ties(np.array(out.astype(mx.float32)), values, _places(keys, *wanted[1:], axis=-2))
+    return _beyond(np.array(out.astype(mx.float32)), values, _ties(keys, wanted, -2))
 
 
-def _seal_error(blocks: Blocks) -> float:
-    made, group_size = blocks.sealed(), blocks.case.group_size
+def seal_error(blocks: Blocks) -> float:
+    """Largest difference of `seal` from its definition."""
+    made = blocks.sealed()
     keys, values = (side.open_values(blocks.open_ids) for side in blocks.sides)
-    by_channel, per_token = quantise_by_channel(keys), stored(values, group_size, FULL_BITS)
-    of_keys = _places(keys, *by_channel[1:], axis=-2)
-    of_values = _places(values, *packed(values, group_size)[1:], axis=-1)
+    wanted = quantise_by_channel(keys)
+    of_keys = _beyond(made.keys.full_values(blocks.full_ids), unpacked_by_channel(wanted), _ties(keys, wanted, -2))
+    return max(of_keys, _beyond_a_step(made.values.full_values(blocks.full_ids), values, made.case, FULL_BITS))
+
+
+def reopen_error(blocks: Blocks) -> float:
+    """Largest difference of `reopen` from its definition."""
+    made = blocks.reopened()
     return max(
-        _beyond_ties(made.keys.full_values(blocks.full_ids), unpacked_by_channel(by_channel), of_keys),
-        _beyond_ties(made.values.full_values(blocks.full_ids), unpacked(per_token), of_values),
+        _beyond_a_step(after.open_values(blocks.open_ids), before.full_values(blocks.full_ids), made.case, OPEN_BITS)
+        for before, after in zip(blocks.sides, made.sides, strict=True)
     )
 
 
-def _reopen_error(blocks: Blocks) -> float:
-    # Full blocks' values are equally far apart, so that ties are common, also between two scales.
-    made, missed = blocks.reopened(), []
-    for before, after in zip(blocks.sides, made.sides, strict=True):
-        values = before.full_values(blocks.full_ids)
-        data, scales, biases = stored(values, blocks.case.group_size, OPEN_BITS)
-        wanted = unpacked((data, scales, biases), OPEN_BITS)
-        steps = np.abs(scales).repeat(blocks.case.group_size, axis=-1)
-        missed.append(np.maximum(np.abs(after.open_values(blocks.open_ids) - wanted) - steps, 0).max())
-    return float(max(missed))
+def _beyond_a_step(made: np.ndarray, values: np.ndarray, case: BlockCase, bits: int) -> float:
+    # Values that were packed before are equally far apart: a group's range may be right between two scales.
+    data, scales, biases = stored(values.astype(np.float32), case.group_size, bits)
+    steps = np.abs(scales).repeat(case.group_size, axis=-1)
+    return _beyond(made, unpacked((data, scales, biases), bits), steps + _SCALE_ROUNDING)
 
 
 def _relative_error(out: mx.array, expected: np.ndarray) -> float:
@@ -159,22 +161,23 @@ def _pack_error(shape: HeadShape, bits: int = _APPENDED_BITS) -> float:
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size, bits)
     data, scales, biases = (np.array(part) for part in made)
     wanted = unpacked(stored(x, shape.group_size, bits), bits)
-    places = _places(x, *packed(x, shape.group_size, bits)[1:], axis=-1)
-    return _beyond_ties(unpacked((data, scales, biases), bits), wanted, places)
+    return _beyond(unpacked((data, scales, biases), bits), wanted, _ties(x, packed(x, shape.group_size, bits), -1))
 
 
-def _places(x: np.ndarray, scales: np.ndarray, biases: np.ndarray, axis: int) -> np.ndarray:
-    """Values in steps from their group's bias."""
+def _ties(x: np.ndarray, wanted: PackedNumpy, axis: int) -> np.ndarray:
+    """Accepted differences: a step for values between two, since either is right."""
+    _, scales, biases = wanted
     count = x.shape[axis] // scales.shape[axis]
-    result: np.ndarray = (x - biases.repeat(count, axis)) / scales.repeat(count, axis)
-    return result
+    steps = scales.repeat(count, axis)
+    places = (x - biases.repeat(count, axis)) / steps
+    accepted: np.ndarray = np.where(np.abs(places % 1 - 0.5) < _TIE, np.abs(steps), 0.0) + _SCALE_ROUNDING
+    return accepted
 
 
-def _beyond_ties(made: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> float:
-    """Largest difference, apart from values between two steps: either is right."""
+def _beyond(made: np.ndarray, wanted: np.ndarray, accepted: np.ndarray) -> float:
+    """Largest difference that is not accepted."""
     difference = np.abs(made - wanted)
-    is_right = np.logical_or(difference <= _SCALE_ROUNDING, np.abs(places % 1 - 0.5) < _TIE)
-    return float(np.where(is_right, 0.0, difference).max())
+    return float(np.where(difference <= accepted, 0.0, difference).max())
 
 
 def _steps_from_append(shape: HeadShape) -> Iterator[tuple[str, float]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from agentcache.metal_kernels.block_cases import BlockCase
 from agentcache.metal_kernels.cases import Case, LatentCase
 
 
@@ -153,6 +154,7 @@ UNPACK_CASES = [
     for dtype in DTYPES
     for length in (1, 257)
 ]
+BLOCK_CASES = [BlockCase(dim, 2, 3, group) for dim, group in ((32, 32), *((dim, None) for dim in _DIMS), (128, 32))]
 #: Of latents: the sizes that models have, and those of the tests' models.
 LATENT_SHAPES = [
     LatentCase(512, 64, 16, mx.bfloat16, (300,)),

@@ -10,11 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.metal_kernels.block_cases import BlockCase, Blocks
 from agentcache.metal_kernels.cases import Arenas, Case, LatentCase, Latents, as_mlx, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
+from agentcache.metal_kernels.seal import REOPEN, SEAL, reopen, seal
 from agentcache.metal_kernels.unpack import UNPACK, unpack
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.capture import Launch
@@ -109,7 +111,43 @@ def latents_decoded(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], La
     return error(latents.decoded_from((data, scales, biases), None), expected)
 
 
-@pytest.mark.parametrize("compute", [decoded, decoded_by_channel, unpacked, latents_decoded])
+def sealed(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    return _changed(SEAL, monkeypatch, edit)
+
+
+def reopened(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    return _changed(REOPEN, monkeypatch, edit)
+
+
+def _changed(kernel: KernelText, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    """Largest difference of blocks from far behind from those from near."""
+    is_seal = kernel is SEAL
+    change = seal if is_seal else reopen
+    blocks = Blocks.of(BlockCase(64, 1, 1))
+    near, made = blocks.arrays(), blocks.arrays()
+    sources, targets = (
+        mx.array(slots, mx.int32) for slots in (blocks.open_ids, blocks.full_ids)[:: 1 if is_seal else -1]
+    )
+    mx.eval(change(*near, sources, targets))
+    parts = [part for side in blocks.sides for part in (side.opened if is_seal else side.full)]
+    [slot] = sources.tolist()
+    first = kernel.inputs.index("open_kq" if is_seal else "kq")
+    memory = {first + index: far(part, slot) for index, part in enumerate(parts)}
+    emulated = EmulatedKernel(
+        PLAIN,
+        kernel=replace(kernel).metal,
+        edit=edit,
+        memory=memory,
+        changed=[kernel.inputs.index(name) for name in kernel.changed],
+    )
+    monkeypatch.setitem(kernel.__dict__, "metal", emulated)
+    arrays = (list(map(lazy, parts)), made[1]) if is_seal else (made[0], list(map(lazy, parts)))
+    mx.eval(change(*arrays, mx.array([SLOT], mx.int32), targets))
+    pairs = zip(made[is_seal], near[is_seal], strict=True)
+    return max(float(np.nanmax(np.abs(np.array(one).astype(float) - np.array(other)))) for one, other in pairs)
+
+
+@pytest.mark.parametrize("compute", [decoded, decoded_by_channel, unpacked, latents_decoded, sealed, reopened])
 def test_a_block_behind_two_to_the_31_words(
     compute: Callable[..., float], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +160,8 @@ def test_a_block_behind_two_to_the_31_words(
     [
         (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
         (unpacked, "data + ((row + t * RUNS) * UNITS", "data + ((int(row) + t * RUNS) * UNITS"),
+        (sealed, "open_kq + ((from + 8 * t)", "open_kq + ((int(from) + 8 * t)"),
+        (reopened, "data + (from + 8 * t)", "data + (int(from) + 8 * t)"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
         (decoded_by_channel, "data[(rows.row + token) * WORDS", "data[int(rows.row + token) * WORDS"),
     ],
