@@ -159,12 +159,13 @@ def seal(
 ) -> mx.array:
     """Pack open blocks into full ones, in place; 8-bit values are unpacked in float32.
 
-    As after `append`, readers of `full` in the same graph must take the result, a zero int32 [1], as an input.
+    As after `append`, readers of `full` in the same graph must take the result, a zero int32 [1], as an input; so must
+    writers of `opened`.
 
     Args:
         opened: data, scales and biases of keys, then of values, [slots, H_kv, 256, ·].
         full: the same of full blocks; scales and biases of keys are [slots, H_kv, 4, D].
-        sources, targets: slots in `opened` and in `full`, int32 [n].
+        sources, targets: slots in `opened` and in `full`, int32 [n]; at least one.
         before: result of the last `append` or `seal` for these arrays, which may still run.
     """
     return _launched(SEAL, opened, full, sources, targets, before)
@@ -177,7 +178,10 @@ def reopen(
     targets: mx.array,
     before: mx.array | None = None,
 ) -> mx.array:
-    """Pack full blocks into open ones, in place; arguments as of `seal`, but `sources` are slots in `full`."""
+    """Pack full blocks into open ones, in place; arguments as of `seal`, but `sources` are slots in `full`.
+
+    Readers of `opened` and writers of `full` take the result.
+    """
     return _launched(REOPEN, opened, full, sources, targets, before)
 
 

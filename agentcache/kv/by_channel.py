@@ -9,7 +9,7 @@ from agentcache.kv.packed_arrays import Packed, limited
 GROUP_TOKENS = 64
 # The smallest normal float16: smaller ones lose digits, and then the highest code misses by more than a step.
 SMALLEST_SCALE = 2.0**-14
-_FEW_QUERIES = 2  # MLX's product with codes takes as much time for each
+_FEW_QUERIES = 2  # with more, unpacking once is faster than MLX's product with codes
 _WORDS = {2: mx.uint16, 4: mx.uint32}  # that hold eight codes
 
 
