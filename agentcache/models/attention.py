@@ -12,13 +12,13 @@ import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.kv.by_channel import product_by_channel
+from agentcache.kv.by_channel import product_by_channel, product_of_values
 from agentcache.kv.packed import PackedBlocks, dequantise, quantise
 from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import ByChannel, Packing, Plain, Quantisation
 from agentcache.kv.reads import BlockReads, Reads
 from agentcache.kv.step_cache import PagedKV
-from agentcache.metal_kernels.kernel_text import device
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.models import fused
 from agentcache.models.fused import read_by_kernels
 
@@ -250,8 +250,9 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
     `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round.
     """
-    if isinstance(quantisation, ByChannel):
-        return product_by_channel(x, packed, quantisation.bits)  # of keys
+    if isinstance(quantisation, ByChannel):  # of keys
+        product = product_by_channel if device() == NO_DEVICE else product_of_values
+        return product(x, packed, quantisation.bits)
     # MLX's kernel is checked once: some are missing or wrong. On CUDA, compiling it would block serving.
     if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)
