@@ -35,7 +35,6 @@ class GroupKind(StrEnum):
     FULL = "full"
     WINDOW = "window"
     LATENT = "latent"  # MLA
-    OPEN = "open"  # blocks that are not full yet
     STATE = "state"  # checkpoints of recurrent state
     OPEN = "open"  # partly filled blocks of layers whose full blocks have another format
 

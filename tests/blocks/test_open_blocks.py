@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from agentcache.blocks.allocator import OPEN_BLOCKS, blocks_of, min_blocks, windows_bytes
+from agentcache.blocks.allocator import blocks_of, min_blocks, windows_bytes
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
@@ -102,33 +102,31 @@ def shape(table: BlockTable) -> tuple[int, list[bool]]:
     return table.first_block, [block_id >= 0 for block_id in table.block_ids]
 
 
-def test_a_chunk_has_open_slots_at_its_ends_only() -> None:
+def test_each_block_that_a_chunk_reaches_has_an_open_slot() -> None:
     cache = make_cache()
     sequence = start(cache, [])
     cache.reserve(sequence, 1000)
     assert shape(sequence.tables[SEALED]) == (0, [True] * 4), "also of the open block"
-    assert shape(sequence.tables[OPEN]) == (0, [False, False, False, True]), "the others are sealed at once"
+    assert shape(sequence.tables[OPEN]) == (0, [True] * 4), "the step reads the blocks that it fills in both forms"
     cache.advance(sequence, IDS)
     cache.leave_window(sequence)
     assert shape(sequence.tables[OPEN]) == (3, [True])
     cache.reserve(sequence, 600)
-    assert shape(sequence.tables[OPEN]) == (3, [True, False, False, True])
-    assert len(sequence.tables[OPEN].slots) == OPEN_BLOCKS
+    assert shape(sequence.tables[OPEN]) == (3, [True] * 4)
     cache.abandon(sequence)
     cache.check_integrity()
     assert cache.count_blocks().live == 0
 
 
-def test_a_smaller_step_returns_slots_of_a_larger_one() -> None:
+def test_a_smaller_step_uses_slots_of_a_larger_one() -> None:
     cache = make_cache()
     sequence = start(cache, [])
     cache.reserve(sequence, 1000)
+    slots = list(sequence.tables[OPEN].slots)
     cache.reserve(sequence, 300)
-    assert shape(sequence.tables[OPEN]) == (0, [False, True])
-    cache.reserve(sequence, 300)
-    assert shape(sequence.tables[OPEN]) == (0, [False, True])
+    assert sequence.tables[OPEN].slots == slots
     cache.check_integrity()
-    assert cache.count_blocks().live == 4 + 1
+    assert cache.count_blocks().live == 4 + 4
 
 
 def test_a_step_behind_one_under_way_finds_its_open_block() -> None:
@@ -136,7 +134,7 @@ def test_a_step_behind_one_under_way_finds_its_open_block() -> None:
     sequence = start(cache, [])
     cache.reserve(sequence, 300)
     cache.reserve(sequence, 300 + 500)  # 300 under way
-    assert shape(sequence.tables[OPEN]) == (0, [False, True, False, True])
+    assert shape(sequence.tables[OPEN]) == (0, [True] * 4)
 
 
 def test_full_blocks_and_tails_are_found_in_their_groups() -> None:
@@ -330,12 +328,12 @@ def test_open_blocks_have_an_account_of_their_own_and_a_bounded_need() -> None:
     groups = (FakeGroup("full.0", None, 3), *pair("full.1", None, 5, 7), *pair("window300.0", 300, 11, 13))
     cache = make_cache(*groups, budget=10_000)
     assert [account.kind for account in cache.ledger.accounts] == ["base.full", "base.open", "base.window300"]
-    assert [min_blocks(group) for group in groups] == [4, 4, OPEN_BLOCKS, 4, OPEN_BLOCKS]
+    assert [min_blocks(group) for group in groups] == [4, 4, 3, 4, 3]
     for at_once in (256, 4096):
         windows = [windows_bytes(groups[index : index + 1], at_once) for index in (2, 3)]
-        assert windows == [OPEN_BLOCKS * 7, (2 + at_once // 256 + 1) * 11], "no more for a large chunk"
-    assert [blocks_of(group, 5000) for group in groups] == [20, 20, 2, 4, 2]
-    assert cache.allocator.max_tokens() == (10_000 - 4 * 11 - 2 * (7 + 13)) // (3 + 5) * BLOCK_SIZE
+        assert windows == [(1 + at_once // 256 + 1) * 7, (2 + at_once // 256 + 1) * 11]
+    assert [blocks_of(group, 5000) for group in groups] == [20, 20, 3, 4, 3]
+    assert cache.allocator.max_tokens() == (10_000 - 4 * 11 - 3 * (7 + 13)) // (3 + 5) * BLOCK_SIZE
     cache.allocator.preallocate(1000)
     assert [pool.capacity > 0 for pool in cache.slots.pools] == [True, True, False, True, False]
 
