@@ -55,10 +55,10 @@ def test_each_kind_of_layer_is_told(model_folder: ModelFolder) -> None:
 def test_why_the_reference_serves(model_folder: ModelFolder, tmp_path: Path) -> None:
     why = "no kernel for latents in 16 bits"
     assert kinds_of(model_folder("deepseek_v2"), "16") == {("latent", None): ("reference", why)}
-    assert kinds_of(model_folder("llama"), "8") == {("full", None): ("reference", "no kernel for 8 bits")}
-    assert kinds_of(model_folder("llama"), "16") == {("full", None): ("reference", "no kernel for 16 bits")}
-    why = "no kernel for keys in 8 bits, values in 4"
-    assert kinds_of(model_folder("llama"), "k8v4") == {("full", None): ("reference", why)}
+    for kv in ("4", "4c", "k8v4", "8"):
+        assert kinds_of(model_folder("llama"), kv) == {("full", None): ("kernel", "")}
+    why = "no kernel for keys in 16 bits, values in 16"
+    assert kinds_of(model_folder("llama"), "16") == {("full", None): ("reference", why)}
     hybrid = kinds_of(write_hybrid(tmp_path, "qwen3_5"))
     assert hybrid["state", None] == ("reference", "a state is computed by mlx-lm's own operations")
     assert hybrid["full", None] == ("reference", WRONG), "its heads have 32 values"

@@ -95,7 +95,7 @@ def test_on_cuda_it_is_not_asked_for_where_kernels_of_ours_read_the_blocks(
     monkeypatch.setattr(module, "kernel_is_right", is_right)
     monkeypatch.setattr(module, "device", lambda: "cuda")
     x = mx.random.normal((3, 2, 1, 64 if transpose else 256), key=mx.random.key(2))
-    for bits, has_kernels, asks in ((4, True, False), (4, False, True), (8, True, True)):
+    for bits, has_kernels, asks in ((4, True, False), (4, False, True), (8, True, False), (8, False, True)):
         monkeypatch.setattr(fused, "why_none", lambda has=has_kernels: "" if has else "AGENTCACHE_KERNELS=off")
         quantisation = Quantisation(bits, 64)
         packed = quantise(mx.random.normal((3, 2, 256, 64), key=mx.random.key(1)), quantisation)

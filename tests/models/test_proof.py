@@ -58,8 +58,8 @@ def window_off_by(by: int) -> Mutation:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         original = Reads.__init__
 
-        def init(self: Reads, tables: Any, lengths: Any, num_tokens: int, window: int | None) -> None:
-            original(self, tables, lengths, num_tokens, window and window + by)
+        def init(self: Reads, tables: Any, lengths: Any, num_tokens: int, window: int | None, *others: Any) -> None:
+            original(self, tables, lengths, num_tokens, window and window + by, *others)
 
         patch.setattr(Reads, "__init__", init)
 
