@@ -37,6 +37,7 @@ def test_how_people_read_it(layers: tuple[LayerBits, ...], name: str) -> None:
 def test_names_to_ask_by() -> None:
     assert {name: (bits.keys, bits.values) for name, bits in BITS.items()} == {
         "4": (4, 4),
+        "4c": (4, 4),
         "k8v4": (8, 4),
         "8": (8, 8),
         "16": (16, 16),
