@@ -255,6 +255,8 @@ class Reads(BlockReads):
     @cached_property
     def segments(self) -> list[Segment]:
         """The step's tokens, cut where rows reach another block. Raises BrokenInvariant if they do so apart."""
+        if self.num_tokens == 1:
+            return [Segment(0, 1, self._within(0, 1))]
         offsets = {length % BLOCK_SIZE for length in self._lengths}
         cuts = range(BLOCK_SIZE - max(offsets), self.num_tokens, BLOCK_SIZE)
         if cuts and len(offsets) > 1:

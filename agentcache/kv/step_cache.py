@@ -34,7 +34,8 @@ class Filled(NamedTuple):
 class Writes:
     """Where a step's own keys and values go; arguments as in `Reads`.
 
-    `full_tables`: of full blocks, if `tables` are of open ones.
+    `full_tables`: of full blocks, if `tables` are of open ones. Then `full_rows` are their slots from the first block
+    written on, and `filled` the blocks that the step fills.
     """
 
     def __init__(
@@ -57,10 +58,14 @@ class Writes:
         for ids, offset in zip(self._ids, self._offsets, strict=True):
             if len(ids) * BLOCK_SIZE < offset + num_tokens:
                 raise BrokenInvariant("a step was run without reserving its blocks")
+        self.full_rows = [
+            table.block_ids[first - table.first_block : end - table.first_block]
+            for table, first, end in zip(full_tables, firsts, ends, strict=False)
+        ]
         self.filled = [
-            Filled(ids[at - first], table.block_id(at))
-            for ids, table, first, length in zip(self._ids, full_tables, firsts, lengths, strict=False)
-            for at in range(first, (length + num_tokens) // BLOCK_SIZE)
+            Filled(ids[at], full_ids[at])
+            for ids, full_ids, first, length in zip(self._ids, self.full_rows, firsts, lengths, strict=False)
+            for at in range((length + num_tokens) // BLOCK_SIZE - first)
         ]
 
     @property

@@ -78,9 +78,13 @@ def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.arra
 
 def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: AttentionOptions) -> mx.array:
     """Attention of queries that read their own block in its open form, all blocks before it in the full one."""
+    segments = step.segments
+    if len(segments) == 1 and reads_packed(queries.shape[2], step.batch_size, options.softcap):
+        [(_, _, reads)] = segments
+        return packed_attention(queries, *gather(kv.arena, reads), reads, options)
     full = _FullBlocks(queries, kv.arena, step)
     parts = []
-    for start, stop, reads in step.segments:
+    for start, stop, reads in segments:
         own = queries[:, :, start:stop]
         if reads_packed(stop - start, reads.batch_size, options.softcap):
             parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))

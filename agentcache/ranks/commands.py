@@ -77,23 +77,40 @@ class Forward(_Command, frozen=True):
         return cls(
             step.token_ids,
             step.lengths,
-            [_read_rows(reads) for reads in step.reads],
-            [_written_rows(writes, step.lengths) for writes in step.writes],
+            _read_rows(step.reads),
+            _written_rows(step.writes, step.lengths),
             uses if any(uses) else (),
             step.all_logits,
         )
 
 
-def _read_rows(reads: Reads | None) -> Rows:
-    if reads is None:
-        raise BrokenInvariant("a step that passes layers by")
-    return Rows([row.block_ids for row in reads.rows], [row.base // BLOCK_SIZE for row in reads.rows])
+def _read_rows(step: Sequence[Reads | None]) -> list[Rows]:
+    """Rows by cache group; those of open blocks are in the reads of the group before."""
+    made: list[Rows] = []
+    for index, reads in enumerate(step):
+        full = step[index - 1] if index else None
+        if reads is not None:
+            rows = reads.rows
+            made.append(Rows([row.block_ids for row in rows], [row.base // BLOCK_SIZE for row in rows]))
+        elif full is not None and full.in_segments:
+            made.append(Rows([row.open_slots for row in full.rows], [row.length // BLOCK_SIZE for row in full.rows]))
+        else:
+            raise BrokenInvariant("a step that passes layers by")
+    return made
 
 
-def _written_rows(writes: Writes | None, lengths: Sequence[int]) -> Rows:
-    if writes is None:
-        raise BrokenInvariant("a step that passes layers by")
-    return Rows(writes.rows, [length // BLOCK_SIZE for length in lengths])
+def _written_rows(step: Sequence[Writes | None], lengths: Sequence[int]) -> list[Rows]:
+    firsts = [length // BLOCK_SIZE for length in lengths]
+    made: list[Rows] = []
+    for index, writes in enumerate(step):
+        full = step[index - 1] if index else None
+        if writes is not None:
+            made.append(Rows(writes.full_rows or writes.rows, firsts))
+        elif full is not None and full.full_rows:
+            made.append(Rows(full.rows, firsts))
+        else:
+            raise BrokenInvariant("a step that passes layers by")
+    return made
 
 
 class Start(_Command, frozen=True):

@@ -12,8 +12,7 @@ import numpy as np
 
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.kv.reads import Reads
-from agentcache.kv.step_cache import Writes
+from agentcache.kv.step_cache import step_reads, step_writes
 from agentcache.models.adapters import Adapter, AdapterContent, AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
@@ -146,16 +145,14 @@ class Worker:
                 self._files.keep_only(keys)
 
     def _forward(self, step: commands.Forward) -> mx.array:
-        num_tokens = step.token_ids.shape[1]
-        windows = [arena.spec.window for arena in self._runner.base.groups]
+        groups, num_tokens = [arena.spec for arena in self._runner.base.groups], step.token_ids.shape[1]
+        computed = [True] * len(groups)
+        read, written = (list(zip(*(rows.tables for rows in of), strict=True)) for of in (step.reads, step.writes))
         inputs = StepInputs(
             step.token_ids,
             step.lengths,
-            reads=[
-                Reads(rows.tables, step.lengths, num_tokens, window)
-                for rows, window in zip(step.reads, windows, strict=True)
-            ],
-            writes=[Writes(rows.tables, step.lengths, num_tokens) for rows in step.writes],
+            reads=step_reads(groups, computed, read, step.lengths, num_tokens),
+            writes=step_writes(groups, computed, written, step.lengths, num_tokens),
             adapters=[None if use is None else RowAdapter(self._adapters[use.adapter], use.start) for use in step.uses],
             all_logits=step.all_logits,
         )
