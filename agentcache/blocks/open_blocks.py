@@ -9,7 +9,6 @@ from __future__ import annotations
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.origin_paths import has_base_tail
 from agentcache.blocks.pool import BlockTable, Holds, full_partner
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.snapshots import whole_blocks
@@ -46,17 +45,6 @@ class OpenBlocks:
         """
         is_sealed = num_tokens // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
         return whole_blocks(num_tokens) if self._groups and is_sealed else num_tokens
-
-    def base_tail_block(self, sequence: BlockTables) -> int | None:
-        """End of the block whose open form the base tail needs; None if there is none to publish.
-
-        A step that ends there has not dropped it yet.
-        """
-        producer = sequence.producer
-        if not self._groups or producer is None or sequence.num_tokens > producer.start:
-            return None
-        end = whole_blocks(producer.start) + BLOCK_SIZE
-        return end if has_base_tail(producer, end) else None
 
     def source_group(self, node: Node, index: int) -> int:
         """Group that has the node's data if group `index` needs a part of the block."""

@@ -147,13 +147,11 @@ class Scheduler:
         return together
 
     def _chunk_for(self, prompt: RunningRequest, *, contended: bool) -> int:
-        """A chunk that crosses a block boundary ends on one, or with the prompt; also where its plan says."""
+        """A chunk that crosses a block boundary ends on one, or with the prompt; also at the next checkpoint."""
         largest = self.token_budget.chunk_tokens(prompt.num_launched, contended=contended)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
         if (snapshots := prompt.open_plan.snapshots) is not None:
             left = min(left, snapshots.next_after(prompt.num_launched) - prompt.num_launched)
-        if (end := prompt.open_plan.base_tail_block) is not None and prompt.num_launched < end:
-            left = min(left, end - prompt.num_launched)
         if left <= largest:
             return left
         if largest < to_boundary:

@@ -13,6 +13,7 @@ from agentcache.kv.spec import GroupSpec
 
 
 def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
+    """Bytes of a conversation at rest, which has one open block."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     if group.kind in (GroupKind.STATE, GroupKind.OPEN):
         return group.bytes_per_block
@@ -20,10 +21,12 @@ def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
 
 
 def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
-    """Tokens that fit into `num_bytes` in whole blocks, at most `most`."""
+    """Tokens of a running request that fit into `num_bytes` in whole blocks, at most `most`."""
+    opened = sum(group.bytes_per_block for group in groups if group.kind is GroupKind.OPEN)
+    by_step = (window_blocks(1) - 1) * opened  # open blocks that a step reaches
 
     def needed(blocks: int) -> int:
-        return sum(bytes_for(group, blocks * BLOCK_SIZE) for group in groups)
+        return sum(bytes_for(group, blocks * BLOCK_SIZE) for group in groups) + by_step
 
     return min(most, BLOCK_SIZE * bisect_right(range(1, -(-most // BLOCK_SIZE) + 1), num_bytes, key=needed))
 

@@ -37,7 +37,6 @@ class ExactPlan(RequestPlan):
         sequence = self._take(self._base, self._root, cached)
         self._begin(sequence, exact_passes(self.use, sequence, cached.hidden_states))
         self._plan_snapshots(cached)
-        self.base_tail_block = self._base.prefix.open_blocks.base_tail_block(sequence)
         if cached.hidden_states is not None:
             self.hidden_states.read(cached.hidden_states)
         if not self.num_generated:

@@ -78,7 +78,6 @@ class RequestPlan(ABC):
         own_tokens: prompt tokens in the matched lineage.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of these neither in RAM nor on disk.
-        base_tail_block: end of the block in which the adapter starts; a chunk ends there if not None.
         tables: in all caches, base's first; empty while not open.
         sequence: those in base's cache; valid while open.
         passes: remaining ones, the current first; empty while not open.
@@ -110,7 +109,6 @@ class RequestPlan(ABC):
         self.cached = CachedTokens()
         self.computed_prompt_tokens = self.computed_base_tokens = 0
         self.snapshots: SnapshotPlan | None = None
-        self.base_tail_block: int | None = None
         self.tables: Sequence[CacheTables] = ()
         self.passes: list[Pass] = []
         self._note_own()
@@ -256,4 +254,4 @@ class RequestPlan(ABC):
         if self.passes:
             self.hidden_states.release()
             self._resources.open_plans.remove(self)
-        self.tables, self.passes, self.snapshots, self.base_tail_block = (), [], None, None
+        self.tables, self.passes, self.snapshots = (), [], None

@@ -9,6 +9,7 @@ from itertools import chain
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
@@ -189,6 +190,8 @@ class SequenceMachine(TracedCache):
         expected = Counter((n, index) for n in filled for index in groups_of(self.groups, BLOCK_SIZE))
         if producer and producer.start % BLOCK_SIZE and end - added <= producer.start < end:
             expected.update((producer.start, index) for index in groups_of(self.groups, 1))
+            tail = published[-1]
+            assert all(tail.node.available(index) or index in tail.node.pending for index in tail.groups)
         assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
 
     @precondition(lambda self: self.ready())
@@ -204,12 +207,23 @@ class SequenceMachine(TracedCache):
         before = list(running.sequence.token_ids)
         try:
             self.cache.reserve(running.sequence, num_tokens)
+            self.check_open_slots(running, num_tokens)
             return True
         except OutOfBlocks:
             running.reserve_failed = True
             assert list(running.sequence.token_ids) == before
             assert any(self.is_exhausted(index) for index in range(len(self.groups)))
             return False
+
+    def check_open_slots(self, running: Running, num_tokens: int) -> None:
+        """Each block that the step reaches has one; others only from a reservation that failed."""
+        sequence = running.sequence
+        reached = range(sequence.num_tokens // BLOCK_SIZE, -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE))
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if group.holds is Holds.OPEN:
+                held = [position for position in range(table.first_block, table.end_block) if table.has_slot(position)]
+                assert held == list(reached) or (running.reserve_failed and set(held) >= set(reached))
+                assert running.reserve_failed or len(held) <= window_blocks(1, num_tokens)
 
     def compute(self, sequence: BlockTables, tokens: list[int]) -> None:
         start = sequence.num_tokens
@@ -229,16 +243,13 @@ class SequenceMachine(TracedCache):
         return range(len(self.groups))
 
     def compute_open(self, sequence: BlockTables, index: int, places: Places) -> None:
-        """Write into the open slots, and seal filled blocks from there; whole ones may have none."""
+        """Write into the open slots, and seal filled blocks from there."""
         full, opened, start = sequence.tables[index - 1], sequence.tables[index], sequence.num_tokens
         first, last = start // BLOCK_SIZE, (len(places) - 1) // BLOCK_SIZE
-        assert len(opened.slots) <= 2 and opened.has_slot(last)
+        assert all(map(opened.has_slot, range(first, last + 1)))
         for block in range(first, last + 1):
             begin, end = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len(places))
-            known, content = max(0, start - begin), [-1] * BLOCK_SIZE
-            if opened.has_slot(block):
-                content = self.arena.slot(index, opened.block_id(block))
-            assert opened.has_slot(block) or not known
+            known, content = max(0, start - begin), self.arena.slot(index, opened.block_id(block))
             content[known : end - begin] = places[begin + known : end]
             if end - begin == BLOCK_SIZE:
                 self.arena.slot(index - 1, full.block_id(block))[:] = content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from agentcache.blocks.allocator import blocks_of, min_blocks, windows_bytes
+from agentcache.blocks.allocator import blocks_of, min_blocks, window_blocks, windows_bytes
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
@@ -255,15 +255,13 @@ def test_a_tail_is_shared_while_its_block_is_open() -> None:
     assert other.num_tokens == 511 and [copy.reopens for copy in other.copies] == [True]
 
 
-@pytest.mark.parametrize("chunks", [[300, 301, 600], [512, 600]])
+@pytest.mark.parametrize("chunks", [[300, 301, 600], [512, 600], [600], [200, 600], [290, 600]])
 def test_base_tail_is_published_from_the_open_block(chunks: list[int]) -> None:
     cache, origin = make_cache(), KVOrigin("a", 300, frozenset({SEALED, OPEN}))
     sequence = start(cache, [], origin)
-    assert cache.open_blocks.base_tail_block(sequence) == 512
     published = [block for end in chunks for block in grow(cache, sequence, IDS[:end])]
     [tail] = [block for block in published if not block.node.is_full]
     assert (tail.node.end, tail.groups, set(tail.node.block_ids)) == (300, (OPEN,), {OPEN})
-    assert cache.open_blocks.base_tail_block(sequence) is None
     blocks = cache.close(sequence)
     assert [block.groups for block in blocks] == [(SEALED,), (SEALED,), (OPEN,), (OPEN,)]
     layout = spans(600, origin, 2, holds=cache.holds)
@@ -271,22 +269,21 @@ def test_base_tail_is_published_from_the_open_block(chunks: list[int]) -> None:
     assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 300
 
 
-def test_base_tail_of_a_block_sealed_in_one_chunk_is_not_there() -> None:
-    """The finder has base's blocks before it; nothing else is wrong."""
+def test_base_tail_of_a_block_sealed_in_one_chunk_stays_when_the_request_ends() -> None:
     cache, origin = make_cache(), KVOrigin("a", 300, frozenset({SEALED, OPEN}))
     sequence = start(cache, [], origin)
-    [*_, tail] = grow(cache, sequence, IDS[:600])
-    assert not tail.node.is_full and not tail.node.block_ids
-    assert len(cache.close(sequence)) == len(spans(600, origin, 2))
+    cache.reserve(sequence, 600)
+    slots = list(sequence.tables[OPEN].block_ids)
+    *_, tail = cache.advance(sequence, IDS[:600])
+    cache.leave_window(sequence)
+    assert tail.node.block_ids == {OPEN: slots[1]}
+    assert shape(sequence.tables[OPEN]) == (2, [True]), "the tree alone has the slot now"
+    cache.abandon(sequence)
     cache.check_integrity()
-    assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 256
-    assert cache.match_prefix(ROOT, IDS, 1000, origin).num_tokens == 600
-
-
-@pytest.mark.parametrize("origin", [None, KVOrigin("a", 0, frozenset({0, 1})), KVOrigin("a", 512, frozenset({0, 1}))])
-def test_without_a_base_tail_no_chunk_is_cut(origin: KVOrigin | None) -> None:
-    cache = make_cache()
-    assert cache.open_blocks.base_tail_block(start(cache, [], origin)) is None
+    assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 300
+    assert cache.match_prefix(ROOT, IDS, 1000, origin).num_tokens == 512
+    assert cache.slots.evict(tail.node)
+    cache.check_integrity()
 
 
 def test_a_published_block_is_appended_without_an_open_slot() -> None:
@@ -338,16 +335,31 @@ def test_open_blocks_have_an_account_of_their_own_and_a_bounded_need() -> None:
     assert [pool.capacity > 0 for pool in cache.slots.pools] == [True, True, False, True, False]
 
 
-def test_room_counts_two_open_slots_a_request() -> None:
+def test_room_counts_the_open_slots_of_a_step() -> None:
     cache = make_cache()
     sequence = start(cache, [])
     grow(cache, sequence, IDS[:600])
     cache.reserve(sequence, 300)
     running = [Growth(sequence.tables, 5000)]
     assert slots_needed(cache.allocator, SEALED, running) == 20
-    assert slots_needed(cache.allocator, OPEN, running) == 2
-    assert slots_needed(cache.allocator, OPEN, running, cache.match_prefix(ROOT, IDS, 1000), 5000) == 4
+    assert slots_needed(cache.allocator, OPEN, running) == window_blocks(1) == 3
+    assert slots_needed(cache.allocator, OPEN, running, cache.match_prefix(ROOT, IDS, 1000), 5000) == 6
     assert cache.count_blocks().live == 4 + 2
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 255, 256, 257, 1024])
+def test_a_chunk_takes_no_more_open_slots_than_its_bytes_are_counted_with(at_once: int) -> None:
+    """Wherever chunks begin, and with the token that is decoded ahead of the last one's end."""
+    cache, most = make_cache(), 0
+    for begin in (0, 1, 100, 255):
+        sequence = start(cache, [])
+        for step in (begin, *[at_once] * (2 + 600 // at_once)):
+            cache.reserve(sequence, step + (step > 0))
+            most = max(most, len(sequence.tables[OPEN].slots))
+            cache.advance(sequence, [begin] * step)
+            cache.leave_window(sequence)
+        cache.abandon(sequence)
+    assert window_blocks(1, at_once) - 1 <= most <= window_blocks(1, at_once)
 
 
 def test_a_request_goes_on_where_only_the_floor_of_open_slots_is_left() -> None:
