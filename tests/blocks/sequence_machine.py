@@ -190,8 +190,10 @@ class SequenceMachine(TracedCache):
         expected = Counter((n, index) for n in filled for index in groups_of(self.groups, BLOCK_SIZE))
         if producer and producer.start % BLOCK_SIZE and end - added <= producer.start < end:
             expected.update((producer.start, index) for index in groups_of(self.groups, 1))
-            tail = published[-1]
-            assert all(tail.node.available(index) or index in tail.node.pending for index in tail.groups)
+            tail, computed = published[-1], self.computed_groups(sequence)
+            assert all(
+                tail.node.available(index) or index in tail.node.pending for index in tail.groups if index in computed
+            )
         assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
 
     @precondition(lambda self: self.ready())
@@ -219,8 +221,9 @@ class SequenceMachine(TracedCache):
         """Each block that the step reaches has one; others only from a reservation that failed."""
         sequence = running.sequence
         reached = range(sequence.num_tokens // BLOCK_SIZE, -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE))
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            if group.holds is Holds.OPEN:
+        for index in self.computed_groups(sequence):
+            table = sequence.tables[index]
+            if self.groups[index].holds is Holds.OPEN:
                 held = [position for position in range(table.first_block, table.end_block) if table.has_slot(position)]
                 assert held == list(reached) or (running.reserve_failed and set(held) >= set(reached))
                 assert running.reserve_failed or len(held) <= window_blocks(1, num_tokens)
