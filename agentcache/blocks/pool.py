@@ -164,6 +164,11 @@ def full_partner(index: int) -> int:
     return index - 1
 
 
+def open_partner(index: int) -> int:
+    """Group of a FULL group's open blocks."""
+    return index + 1
+
+
 def are_paired(holds: Sequence[Holds]) -> bool:
     """Whether each FULL group is followed by an OPEN one, and no other group is."""
     neighbours = pairwise((Holds.ALL, *holds, Holds.ALL))

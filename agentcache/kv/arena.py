@@ -22,7 +22,7 @@ from agentcache.kv.backing import ARRAY_DTYPES, Exact, make_backing
 from agentcache.kv.block_layout import Array, GroupMemory, aligned, block_tensors, first_float
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packed_arrays import Packed
-from agentcache.kv.packing import PARTS, LayerPacking, Packing
+from agentcache.kv.packing import PARTS, ByChannel, LayerPacking, Packing
 from agentcache.kv.raw_arrays import upload
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 
@@ -346,10 +346,29 @@ class SideArena:
         block_ids = self._behind_writes(block_ids)
         return Packed(*[part.array[block_ids] for part in self._arenas])
 
-    def gather_tokens(self, block_ids: mx.array, offsets: mx.array) -> Packed:
-        """Tokens [n, H, ·]; both arguments [n]."""
-        block_ids = self._behind_writes(block_ids)
-        return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
+    @property
+    def forms(self) -> list[SideArena]:
+        """This arena, and that of open blocks if there is one."""
+        return [self] if self.open is None else [self, self.open]
+
+    def blocks(self, block_ids: mx.array) -> mx.array:
+        """Values of blocks, float32 [n, H, 256, D]."""
+        return dequantise(self.gather(block_ids), self.quantisation, mx.float32)
+
+    def tokens(self, block_ids: mx.array, offsets: mx.array) -> mx.array:
+        """Values of tokens, float32 [n, H, D]; both arguments [n]."""
+        parts = [self._rows(part, block_ids, offsets) for part in PARTS if part in self.parts]
+        return dequantise(Packed(*parts), self.quantisation, mx.float32).squeeze(2)
+
+    def steps(self, block_ids: mx.array, offsets: mx.array) -> mx.array:
+        """Distances between the values of codes, float32 [n, H, ·]; arguments as in `tokens`."""
+        return self._rows("scales", block_ids, offsets).astype(mx.float32).squeeze(2)
+
+    def _rows(self, part: str, block_ids: mx.array, offsets: mx.array) -> mx.array:
+        """A part of tokens, [n, H, 1, ·]."""
+        if isinstance(self.quantisation, ByChannel) and part != "data":
+            offsets = offsets // self.quantisation.group_tokens
+        return self.parts[part].array[self._behind_writes(block_ids), :, offsets][:, :, None]
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
         return block_ids if self.written is None else block_ids + self.written

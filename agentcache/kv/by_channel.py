@@ -31,10 +31,10 @@ def pack_by_channel(x: mx.array, bits: int = 4) -> Packed:
 
 
 def unpack_by_channel(packed: Packed, dtype: mx.Dtype, bits: int = 4) -> mx.array:
-    """Values [..., T, D], computed in float32."""
+    """Values [..., T, D], computed in float32. Groups may have fewer tokens, but equally many."""
     scales, biases = _factors(packed)
     codes = _codes(packed.data, bits)
-    groups = codes.reshape(*scales.shape[:-1], GROUP_TOKENS, codes.shape[-1])
+    groups = codes.reshape(*scales.shape[:-1], -1, codes.shape[-1])
     values = groups * scales[..., None, :] + biases[..., None, :]
     return values.reshape(codes.shape).astype(dtype)
 

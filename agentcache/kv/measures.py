@@ -34,6 +34,13 @@ class TokenMeasures:
     def copy(self, source: int, target: int) -> None:
         copy_block([self.tokens], source, target)
 
+    def take(self, other: TokenMeasures, source: int, target: int) -> None:
+        """Copy another group's block, as `copy_block`."""
+        block = mx.contiguous(other.tokens.array[source])
+        mx.eval(block)
+        mx.synchronize()
+        self.tokens.assign(target, block)
+
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
         """A block's sum, float32 [width], rounded: files must not differ in a last bit. Empty if unknown."""
         total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))

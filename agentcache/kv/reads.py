@@ -88,6 +88,13 @@ class RowReads:
     length: int
     open_slots: Sequence[int] = ()
 
+    def slot_of(self, block: int) -> tuple[int, bool]:
+        """Slot of one of the blocks that the step's tokens are in, and whether it is an open one."""
+        index = block - self.length // BLOCK_SIZE
+        if index < len(self.open_slots) and self.open_slots[index] >= 0:
+            return self.open_slots[index], True
+        return self.block_ids[block - self.base // BLOCK_SIZE], False
+
 
 class BlockReads:
     """Blocks that rows read for `num_tokens` tokens each.

@@ -34,8 +34,8 @@ class Filled(NamedTuple):
 class Writes:
     """Where a step's own keys and values go; arguments as in `Reads`.
 
-    `full_tables`: of full blocks, if `tables` are of open ones. Then `full_rows` are their slots from the first block
-    written on, and `filled` the blocks that the step fills.
+    `full_tables`: of full blocks, if `tables` are of open ones (`to_open`). Then `full_rows` are their slots from the
+    first block written on, and `filled` the blocks that the step fills.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Writes:
         full_tables: Sequence[BlockTable] = (),
     ) -> None:
         self.num_tokens = num_tokens
+        self.to_open = bool(full_tables)
         self.prepared: dict[Any, Any] = {}
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
         self._offsets = [length % BLOCK_SIZE for length in lengths]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from agentcache.blocks.pool import Copy
+from agentcache.blocks.pool import Copy, full_partner
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
@@ -99,6 +99,9 @@ class CacheArenas:
         self._wait()
         if copy.reopens:
             self.groups[copy.group].reopen(copy.source, copy.target)
+            if copy.group in self.measures:
+                full = self.measures[full_partner(copy.group)]
+                self.measures[copy.group].take(full, copy.source, copy.target)
             return
         self.groups[copy.group].copy(copy.source, copy.target)
         if copy.group in self.measures:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena, Slot, copy_block
 from agentcache.kv.packed import quantise
+from agentcache.kv.packing import ByChannel, LayerPacking, Quantisation
 from agentcache.kv.spec import LayerSpec
 from tests.device_marks import cpu_memory
 from tests.examples import examples
@@ -84,10 +85,27 @@ def test_what_is_gathered_is_read_behind_a_launch_that_writes() -> None:
     side = filled_side(3)
     side.written = mx.array([1])
     blocks = side.gather(mx.array([0, 1]))
-    tokens = side.gather_tokens(mx.array([0, 1]), mx.array([7, 9]))
-    for part, whole, few in zip(side.arrays(), blocks.parts, tokens.parts, strict=True):
+    for part, whole in zip(side.arrays(), blocks.parts, strict=True):
         assert mx.array_equal(whole, part[1:])
-        assert mx.array_equal(few, mx.stack([part[1, :, 7], part[2, :, 9]]))
+    values = side.blocks(mx.array([0, 1]))
+    tokens = side.tokens(mx.array([0, 1]), mx.array([7, 9]))
+    assert mx.array_equal(tokens, mx.stack([values[0, :, 7], values[1, :, 9]]))
+
+
+def test_tokens_of_keys_by_channel_are_those_of_their_blocks() -> None:
+    arena = LayerArena(LayerSpec(0, 2, 64, 64), LayerPacking(ByChannel(), Quantisation(4, 64)))
+    arena.grow(2)
+    assert arena.open is not None
+    for _, side in arena.open.sides:
+        blocks = mx.random.normal((2, 2, 256, 64), key=mx.random.key(1))
+        side.write_blocks(quantise(blocks, side.quantisation), [0, 1])
+    arena.seal([1, 0], [0, 1])
+    ids, offsets = mx.array([0, 1, 1, 0, 1]), mx.array([0, 63, 64, 200, 255])
+    for form in [form for _, side in arena.sides for form in side.forms]:
+        expected = form.blocks(mx.array([0, 1]))
+        assert mx.array_equal(form.tokens(ids, offsets), expected[ids, :, offsets])
+    steps = arena.keys.steps(ids, offsets)
+    assert mx.array_equal(steps, arena.keys.arrays()[1][ids, :, offsets // 64].astype(mx.float32))
 
 
 def test_growing_keeps_blocks_and_adds_zeros() -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.hidden_states import HiddenStatePlan
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, BlockTable, Holds
 from agentcache.models.adapters import RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
@@ -81,7 +81,11 @@ class Driver:
         return mx.concatenate([self.step([row], piece[None], adapters=[adapter])[0] for piece in pieces])
 
     def _reserve(self, row: Row, num_tokens: int) -> None:
-        for table, pool in zip(row.tables, self.pools, strict=True):
+        for group, table, pool in zip(self.loaded.spec.groups, row.tables, self.pools, strict=True):
+            if group.holds is Holds.OPEN:
+                for block_id in table.drop_before(row.length // 256):
+                    pool.release(block_id)
+                table.first_block = row.length // 256
             while table.end_block * 256 < row.length + num_tokens:
                 if not pool.num_free:
                     pool.grow(pool.capacity + 2)

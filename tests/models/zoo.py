@@ -42,11 +42,17 @@ def build(file: str, config: dict[str, Any], seed: int = 0, dtype: mx.Dtype = mx
 
 
 def load(
-    file: str, config: dict[str, Any], *, check: bool = True, dtype: mx.Dtype = mx.float32, kv_bits: int = 4
+    file: str,
+    config: dict[str, Any],
+    *,
+    check: bool = True,
+    dtype: mx.Dtype = mx.float32,
+    kv_bits: int | LayerBits = 4,
 ) -> LoadedModel:
     """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
     model, current = build(file, config, dtype=dtype), CurrentStep()
-    hosted = host(model, file, config, check=check, choose=Everywhere(LayerBits(kv_bits, kv_bits)))
+    bits = kv_bits if isinstance(kv_bits, LayerBits) else LayerBits(kv_bits, kv_bits)
+    hosted = host(model, file, config, check=check, choose=Everywhere(bits))
     loader.install_wanted_positions(hosted.inspection, current)
     return LoadedModel(
         model=model,

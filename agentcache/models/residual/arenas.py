@@ -6,15 +6,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, BlockTable, open_partner
 from agentcache.kv.arena import LayerArena, SideArena, TensorArena
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.packed import dequantise, quantise
+from agentcache.kv.packing import ByChannel
 from agentcache.kv.reads import Reads
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.step_cache import Writes
@@ -108,27 +110,33 @@ class StepMeasures:
 
     def __init__(self, energies: Mapping[int, TokenMeasures]) -> None:
         self._energies = energies
-        self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group, [W, n, 2] per layer
+        self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group written to, [W, n, 2] per layer
+        self._sealing: dict[int, list[mx.array]] = defaultdict(list)  # by group, [filled blocks, 256, 2] per layer
         self._own: dict[int, list[mx.array]] = defaultdict(list)  # by group, [R, n, 6] per layer
-        self._places: dict[int, tuple[mx.array, mx.array]] = {}
+        self._places: dict[int, _Places] = {}
 
-    def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-        """Note a layer's keys [W, H_kv, n, D_k] and values."""
-        sides = zip(arena.sides, (keys, values), strict=False)
-        errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
-        self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
+    def note_written(
+        self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None, writes: Writes
+    ) -> None:
+        """Note a layer's keys [W, H_kv, n, D_k] and values, when they are written."""
+        sides = zip(arena.appended.sides, (keys, values), strict=False)
+        self._rounding[group].append(_pair([_rounding(side, new) for (_, side), new in sides if new is not None]))
+        if writes.filled:
+            sources, targets = (mx.array(slots, mx.int32) for slots in zip(*writes.filled, strict=True))
+            errors = [_sealing(side, sources, targets) for _, side in arena.sides]
+            self._sealing[group].append(_pair(errors))
 
     def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
         """Note residual rows' own keys [R, H_kv, n, D_k] and values; `reads` are of base's written blocks."""
         if group not in self._places:
-            self._places[group] = _places(reads)
-        ids, offsets = self._places[group]
-        numbers = []
+            self._places[group] = _Places.of(reads)
+        places, numbers = self._places[group], []
         for (_, side), own in zip(arena.sides, (keys, values), strict=True):
-            there = dequantise(side.gather_tokens(ids, offsets), side.quantisation, mx.float32)
+            there = places.pick(*[partial(form.tokens, offsets=places.offsets) for form in side.forms])
             there = there.reshape(own.shape[0], own.shape[2], own.shape[1], -1).swapaxes(1, 2)
             own = own.astype(mx.float32)
-            numbers += [_energy(own - there), _energy(own), _rounding(side, own)]
+            unknown = places.pick(*[partial(_likely_rounding, form, own, places.offsets) for form in side.forms])
+            numbers += [_energy(own - there), _energy(own), unknown.reshape(own.shape[0], -1)]
         self._own[group].append(mx.stack(numbers, axis=-1))
 
     def finish(self, writes: Sequence[Writes | None]) -> mx.array | None:
@@ -136,11 +144,14 @@ class StepMeasures:
         for group, errors in self._rounding.items():
             target = writes[group]
             if target is not None:
-                target.put_tokens(self._energies[group].tokens, sum(errors[1:], errors[0]))
+                self._write_energies(group, sum(errors[1:], errors[0]), target)
         measures: mx.array | None = None
         for group, layers in self._own.items():
-            numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
-            rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
+            numbers, places = sum(layers[1:], layers[0]), self._places[group]
+            rounding = places.pick(
+                lambda ids, of=group, at=places.offsets: self._energies[of].tokens.array[ids, at],
+                lambda ids, of=open_partner(group), at=places.offsets: self._energies[of].tokens.array[ids, at],
+            ).reshape(*numbers.shape[:2], 2)
             # Old blocks have none: the row's own, nearly equal rounding stands in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
@@ -149,6 +160,52 @@ class StepMeasures:
             )
             measures = of_group if measures is None else measures + of_group
         return measures
+
+    def _write_energies(self, group: int, errors: mx.array, writes: Writes) -> None:
+        """Write energies of tokens, [W, n, 2], and of the blocks that they fill, whose rounding adds up."""
+        if not writes.to_open:
+            writes.put_tokens(self._energies[group].tokens, errors)
+            return
+        opened, full = self._energies[open_partner(group)].tokens, self._energies[group].tokens
+        writes.put_tokens(opened, errors)
+        sealing = self._sealing[group]
+        for index, (source, target) in enumerate(writes.filled):
+            full.assign(target, opened.array[source] + sum(layer[index] for layer in sealing))
+
+
+def _pair(energies: Sequence[mx.array]) -> mx.array:
+    """Energies of keys and values, [..., 2]; MLA has no values."""
+    return mx.stack([energies[0], energies[-1] if len(energies) > 1 else 0 * energies[0]], axis=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Slots and offsets of rows' tokens, int32 [R * n]; `is_open`: in which form, if layers have two."""
+
+    ids: mx.array
+    offsets: mx.array
+    is_open: mx.array | None = None
+
+    @classmethod
+    def of(cls, reads: Sequence[Reads]) -> _Places:
+        slots, offsets = list[tuple[int, bool]](), list[int]()
+        for each in reads:
+            (row,) = each.rows
+            for token in range(row.length, row.length + each.num_tokens):
+                slots.append(row.slot_of(token // BLOCK_SIZE))
+                offsets.append(token % BLOCK_SIZE)
+        ids, are_open = zip(*slots, strict=True)
+        return cls(mx.array(ids, mx.int32), mx.array(offsets, mx.int32), mx.array(are_open) if any(are_open) else None)
+
+    def pick(self, full: _OfSlots, opened: _OfSlots | None = None) -> mx.array:
+        """Numbers of all tokens, [R * n, ...], by what makes them of slots in either form."""
+        if self.is_open is None or opened is None:
+            return full(self.ids)
+        of_full, of_open = full(mx.where(self.is_open, 0, self.ids)), opened(mx.where(self.is_open, self.ids, 0))
+        return mx.where(self.is_open.reshape(-1, *[1] * (of_full.ndim - 1)), of_open, of_full)
+
+
+_OfSlots = Callable[[mx.array], mx.array]
 
 
 def _energy(x: mx.array) -> mx.array:
@@ -160,12 +217,14 @@ def _rounding(side: SideArena, x: mx.array) -> mx.array:
     return _energy(rounded - x.astype(mx.float32))
 
 
-def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
-    ids, offsets = list[int](), list[int]()
-    for each in reads:
-        (row,) = each.rows
-        begin = row.length - row.base
-        tokens = range(begin, begin + each.num_tokens)
-        ids += [row.block_ids[token // BLOCK_SIZE] for token in tokens]
-        offsets += [token % BLOCK_SIZE for token in tokens]
-    return mx.array(ids, mx.int32), mx.array(offsets, mx.int32)
+def _sealing(side: SideArena, sources: mx.array, targets: mx.array) -> mx.array:
+    """What open blocks have lost in full ones, [n, 256]."""
+    assert side.open is not None
+    return _energy(side.open.blocks(sources) - side.blocks(targets))
+
+
+def _likely_rounding(side: SideArena, own: mx.array, offsets: mx.array, ids: mx.array) -> mx.array:
+    """Rounding of tokens that nobody has measured, [R * n]: by channel that of even errors, else that of rows' own."""
+    if isinstance(side.quantisation, ByChannel):
+        return mx.square(side.steps(ids, offsets)).sum(axis=(1, 2)) / 12
+    return _rounding(side, own).reshape(-1)

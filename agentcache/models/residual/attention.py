@@ -109,7 +109,8 @@ def _pieces(reads: BlockReads, num_queries: int) -> Iterator[_Piece]:
     count = blocks.ids.shape[0]
     size = piece_blocks(count, num_queries) if count else 1
     for begin in range(0, count, size):
-        yield _Piece(slice(begin, begin + size), blocks.ids[begin : begin + size])
+        span = slice(begin, min(begin + size, count))
+        yield _Piece(span, blocks.ids[span])
     if blocks.open_ids is not None:
         yield _Piece(slice(count, count + 1), blocks.open_ids, is_open=True)
 

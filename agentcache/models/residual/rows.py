@@ -279,8 +279,8 @@ class OverlaidStepCache(StepCache):
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         if self._rows is None:
             kv = super().update(keys, values)
-            if self._measures is not None:
-                self._measures.note_written(self._group, self.arena, keys, values)
+            if self._measures is not None and self._writes is not None:
+                self._measures.note_written(self._group, self.arena, keys, values, self._writes)
             return kv
         if self._reads is None or values is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
@@ -288,7 +288,7 @@ class OverlaidStepCache(StepCache):
             written = keys[self._rows.writer_places], values[self._rows.writer_places]
             self._put(self._writes, self.arena, *written)
             if self._measures is not None:
-                self._measures.note_written(self._group, self.arena, *written)
+                self._measures.note_written(self._group, self.arena, *written, self._writes)
         self._rows.write(self.arena.layer.index)
         if self._measures is not None and self._rows.readers:
             own = [self._rows.reads_of(row, self._group, self._reads) for row in self._rows.readers]

@@ -13,6 +13,7 @@ import numpy as np
 
 from agentcache.kv.arena import LayerArena, TensorArena
 from agentcache.kv.packed import dequantise
+from agentcache.kv.packing import LayerBits
 from agentcache.models.adapters import AdapterWeights, read_adapter
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.loader import LoadedModel
@@ -28,7 +29,11 @@ KEYS_AND_VALUES = ("self_attn.k_proj", "self_attn.v_proj")
 
 
 def small_model(
-    architecture: str, shared_by: int = 2, dtype: mx.Dtype = mx.float32, kv_bits: int = 4, **overrides: Any
+    architecture: str,
+    shared_by: int = 2,
+    dtype: mx.Dtype = mx.float32,
+    kv_bits: int | LayerBits = 4,
+    **overrides: Any,
 ) -> LoadedModel:
     """One of two layers with heads of 32 values."""
     heads, kv_heads = HEADS[shared_by]

@@ -11,8 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.pool import Copy
+from agentcache.kv.packing import BY_CHANNEL
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual.arenas import Divergence, StepMeasures
+from agentcache.models.residual.arenas import Divergence, StepMeasures, _Places
 from tests.models.residual.driver import ResidualDriver, ResidualKV
 from tests.models.residual.oracle import adapter, small_model
 
@@ -52,10 +54,36 @@ def test_where_nothing_differs_nothing_is_said_to(model: str, tmp_path: Path) ->
     assert without_energy(driver, row) > 0.05
 
 
+@pytest.mark.parametrize("chunk", [1, 44, 150, 256, 600])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) -> None:
+    """A full block is rounded once more than its tokens were when they were written.
+
+    Of one layer, whose keys and values depend on no others: what is read of the own block is rounded otherwise, too.
+    """
+    ids = IDS if chunk > 1 else IDS[:270]
+    driver = ResidualDriver(small_model(model, kv_bits=BY_CHANNEL, num_hidden_layers=1), measures=True)
+    row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=0.0))
+    driver.read(row, ids, chunk)
+    for token in range(3):
+        driver.mixed([row, row.base], np.full((2, 1), token))
+    sums, count = row.cache.arenas.measured_of(row.tables, len(ids) + 3)
+    assert count == len(ids) + 3
+    found = Divergence.of(sums, count)
+    assert found is not None and found.value < 0.01
+    full, opened = driver.runner.base.measures[0], driver.runner.base.measures[1]
+    sealed, num_sealed = full.sums(row.base.tables[0], 256)
+    assert num_sealed == 256
+    rest, num_open = opened.sums(row.base.tables[1], row.base.length, row.base.length // 256 * 256)
+    assert num_open == row.base.length % 256
+    assert (sealed / num_sealed > 30 * rest / num_open).all(), "in 4 bits it is more than in 8"
+
+
 @pytest.mark.parametrize("strength", [0.05, 0.3])
 def test_at_4_bits_it_is_what_8_bits_see(strength: float, tmp_path: Path) -> None:
     values = [
-        divergence(read(small_model("qwen3", kv_bits=bits), tmp_path / str(bits), strength)[1]).value for bits in (4, 8)
+        divergence(read(small_model("qwen3", kv_bits=bits), tmp_path / str(bits), strength)[1]).value
+        for bits in (4, 8)
     ]
     assert values[0] == pytest.approx(values[1], rel=0.05)
     assert values[1] > 0.01
@@ -115,7 +143,9 @@ def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
     assert Divergence.of(*row.cache.arenas.measured_of(row.tables, 40)) is None
 
 
-@pytest.mark.parametrize(("strength", "tolerance"), [(0.0, 0.003), (0.05, 0.004), (0.3, 0.01)])
+@pytest.mark.parametrize(
+    ("strength", "tolerance"), [(0.0, 0.003), (0.05, 0.004), (0.3, 0.01)]
+)
 def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     strength: float, tolerance: float, tmp_path: Path
 ) -> None:
@@ -134,6 +164,32 @@ def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     assert abs(divergence(row).value - measured.value) < tolerance
 
 
+def test_sealed_base_that_nobody_has_measured_is_told_from_its_steps(tmp_path: Path) -> None:
+    driver = ResidualDriver(small_model("qwen3", kv_bits=BY_CHANNEL, num_hidden_layers=1), measures=True)
+    row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=0.0))
+    for begin in range(0, len(IDS), 150):
+        driver.mixed([row.base], IDS[None, begin : begin + 150])
+    for group, table in enumerate(row.base.tables):
+        for block_id in table.slots:
+            driver.runner.base.put_extras(group, block_id, 256, {})
+    for begin in range(0, len(IDS), 150):
+        driver.mixed([row], IDS[None, begin : begin + 150])
+    assert known_energies(driver, row) == 0
+    assert divergence(row).num_tokens == len(IDS)
+    assert divergence(row).value < 0.01
+
+
+def test_a_reopened_block_takes_its_rounding_along(tmp_path: Path) -> None:
+    driver, row = read(small_model("llama", kv_bits=BY_CHANNEL), tmp_path, 0.0)
+    base = driver.runner.base
+    driver.pools[1].grow(driver.pools[1].capacity + 1)
+    full, target = row.base.tables[0].block_ids[0], driver.pools[1].allocate()
+    base.copy_blocks([Copy(1, full, target, reopens=True)])
+    assert np.array_equal(
+        np.array(base.measures[1].tokens.array[target]), np.array(base.measures[0].tokens.array[full])
+    )
+
+
 def known_energies(driver: ResidualDriver, row: ResidualKV) -> int:
     """Of how many of base's tokens the rounding is known."""
     return sum(
@@ -146,6 +202,6 @@ def test_all_cache_groups_count() -> None:
     measures = StepMeasures([unknown, unknown])
     for group, numbers in enumerate(([5.0, 7.0, 1.0, 6.0, 8.0, 2.0], [50.0, 70.0, 10.0, 60.0, 80.0, 20.0])):
         measures._own[group] = [mx.array([[numbers]])]
-        measures._places[group] = mx.array([0]), mx.array([0])
+        measures._places[group] = _Places(mx.array([0]), mx.array([0]))
     found = measures.finish([None, None])
     assert found is not None and found.tolist() == [[[44.0, 77.0, 44.0, 88.0]]]

@@ -1,0 +1,304 @@
+"""`--kv 4c` on the real engine: an answer does not depend on where the blocks of its prompt have been."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.llm import LLM, Completion
+from agentcache.store.archive import export_agent
+from agentcache.store.verify import verify_folder
+from tests.conftest import ModelFolder
+from tests.marks import slow
+from tests.serving import inside
+from tests.serving.adapter_cases import all_ids, at_once, check_equal, preempt_often
+from tests.serving.block_damage import block_files, flip, metadata_of
+from tests.serving.conversation import Stream, check_idle, greedy, logprob_errors, make_ids, open_llm, outcome
+
+MODES = ("hot", "evicted", "restarted")
+SETTINGS: dict[str, Any] = {"kv": "4c", "prefill_chunk": 300}
+REOPENED = 0.05  # of log probabilities: a reopened block has a query's own block in 4 bits
+
+
+@contextmanager
+def by_channel(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
+    with open_llm(model, cache_dir, **SETTINGS | settings) as llm:
+        yield llm
+
+
+@dataclass
+class Process:
+    """An engine that may be stopped or emptied between two turns."""
+
+    model: Path
+    cache_dir: Path
+    how: str
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.llm = self.start()
+
+    def start(self) -> LLM:
+        return self.stack.enter_context(by_channel(self.model, self.cache_dir))
+
+    def interrupt(self) -> None:
+        if self.how == "evicted":
+            for agent in self.llm.agents():
+                self.llm.evict(agent.id)
+        elif self.how == "restarted":
+            self.stack.close()
+            self.llm = self.start()
+
+    def ask(self, ids: Sequence[int], tokens: int, agent: str = "alice", **options: Any) -> Completion:
+        self.interrupt()
+        said = self.llm.generate(list(ids), greedy(tokens, logprobs=2, **options), agent=agent)
+        check_idle(self.llm)
+        assert said.report.saved
+        return said
+
+
+def cold(llm: LLM, like: Completion) -> Completion:
+    """The same again, of which nothing is cached."""
+    ids = list(like.prompt_token_ids)
+    said = llm.generate(ids, greedy(len(like.token_ids), logprobs=2), salt=f"cold {hash(tuple(ids))}")
+    assert said.report.computed_tokens == len(ids)
+    return said
+
+
+Talk = Callable[[Process], list[Completion]]
+
+
+def check_modes(talk: Talk, model: Path, folder: Path, *, tolerance: float | None = None) -> list[Completion]:
+    """To the last bit the same however the cache is interrupted, and as cold, within rounding."""
+    found: dict[str, list[Completion]] = {}
+    for how in MODES:
+        process = Process(model, folder / how, how)
+        with process.stack:
+            found[how] = talk(process)
+            for said in found[how] if how == "hot" else []:
+                if tolerance is None:
+                    check_equal(said, cold(process.llm, said))
+                else:
+                    assert max(logprob_errors(said, cold(process.llm, said)), default=0.0) < tolerance
+    for how in MODES[1:]:
+        for turn, (mine, hot) in enumerate(zip(found[how], found["hot"], strict=True)):
+            assert outcome(mine) == outcome(hot), (how, turn)
+            assert mine.report.computed_tokens == hot.report.computed_tokens, (how, turn)
+    return found["hot"]
+
+
+@pytest.fixture(
+    params=["full", pytest.param("windows", marks=pytest.mark.slow), pytest.param("hybrid", marks=pytest.mark.slow)]
+)
+def any_model(request: pytest.FixtureRequest, model_folder: ModelFolder, hybrid: Callable[[str], Path]) -> Path:
+    if request.param == "full":
+        return model_folder("mistral", num_hidden_layers=2)
+    if request.param == "windows":
+        return model_folder("gpt_oss", sliding_window=300)
+    return hybrid("qwen3_5")
+
+
+def test_four_turns(any_model: Path, tmp_path: Path) -> None:
+    def talk(process: Process) -> list[Completion]:
+        ids: list[int] = []
+        said = []
+        for number, added in enumerate((300, 700, 410, 333)):
+            said.append(process.ask([*ids, *make_ids(added, seed=number)], 6))
+            ids = all_ids(said[-1])
+        return said
+
+    check_modes(talk, any_model, tmp_path)
+
+
+@pytest.mark.parametrize("end", [2 * BLOCK_SIZE - 1, slow(2 * BLOCK_SIZE), 2 * BLOCK_SIZE + 1, slow(2 * BLOCK_SIZE + 2)])
+def test_a_turn_that_ends_at_a_border(end: int, model: Path, tmp_path: Path) -> None:
+    """With the generated tokens; the last of them has no keys and values yet."""
+
+    def talk(process: Process) -> list[Completion]:
+        first = process.ask(make_ids(end - 3), 3)
+        second = process.ask([*all_ids(first), *make_ids(2, seed=1)], 3)
+        return [first, second, process.ask([*all_ids(second), *make_ids(300, seed=2)], 3)]
+
+    check_modes(talk, model, tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [11, 12, 13, slow(40), slow(270)])
+def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> None:
+    def talk(process: Process) -> list[Completion]:
+        first = process.ask(make_ids(500), tokens)
+        return [first, process.ask([*all_ids(first), *make_ids(5, seed=1)], 4)]
+
+    check_modes(talk, model, tmp_path)
+
+
+@pytest.mark.parametrize("kept", [100, 256, slow(511), 512, 530])
+def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path) -> None:
+    """What is kept of a full block is reopened."""
+
+    def talk(process: Process) -> list[Completion]:
+        first = process.ask(make_ids(700), 4)
+        edited = process.ask([*all_ids(first)[:kept], *make_ids(50, seed=1)], 4)
+        return [first, edited, process.ask([*all_ids(edited), *make_ids(300, seed=2)], 4)]
+
+    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+
+
+def test_the_same_prompt_again(any_model: Path, tmp_path: Path) -> None:
+    def talk(process: Process) -> list[Completion]:
+        return [process.ask(make_ids(length), 3) for length in (512, 512, 513, 511, 700, 512)]
+
+    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+
+
+@pytest.mark.parametrize("kept", [300, 512, slow(600)])
+def test_forks(kept: int, any_model: Path, tmp_path: Path) -> None:
+    def talk(process: Process) -> list[Completion]:
+        first = process.ask(make_ids(650), 4)
+        process.llm.fork("alice", "bob")
+        forked = process.ask([*all_ids(first)[:kept], *make_ids(200, seed=3)], 4, "bob")
+        return [first, forked, process.ask([*all_ids(first), *make_ids(200, seed=4)], 4)]
+
+    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+
+
+@pytest.mark.parametrize("length", [500, slow(511), 512, slow(513)])
+def test_several_answers(length: int, any_model: Path, tmp_path: Path) -> None:
+    """Each is what a request of its own gets."""
+    ids = make_ids(length)
+    with by_channel(any_model, tmp_path) as llm:
+        request = Request("n", TokenPrompt(ids), greedy(20), n=3)
+        chosen: list[list[int]] = [[], [], []]
+
+        def sort(update: Any) -> None:
+            chosen[update.choice].extend(update.token_ids)
+
+        inside.on_loop(llm, inside.async_engine(llm).generate(request, sort))
+        check_idle(llm)
+        alone = llm.generate(ids, greedy(20), salt="alone")
+        assert chosen[0] == list(alone.token_ids)
+        if length % BLOCK_SIZE:  # else the last token is computed behind a reopened block
+            assert chosen[1] == chosen[2] == chosen[0]
+
+
+def test_a_cancelled_request_leaves_what_it_has_read(any_model: Path, tmp_path: Path) -> None:
+    ids = make_ids(1500)
+    with by_channel(any_model, tmp_path) as llm:
+
+        async def leave(seconds: float) -> None:
+            stream = Stream(llm, ids, max_tokens=600)
+            await asyncio.sleep(seconds)
+            stream.task.cancel()
+            await asyncio.gather(stream.task, return_exceptions=True)
+
+        for seconds in (0.05, 0.2, 0.7):
+            inside.on_loop(llm, leave(seconds))
+            inside.on_loop(llm, inside.on_thread(inside.async_engine(llm), lambda engine: engine.check_integrity()))
+        said = llm.generate(ids, greedy(4, logprobs=2), agent="alice")
+        assert said.report.computed_tokens < len(ids)
+        check_equal(said, cold(llm, said))
+
+
+def test_preempted_requests(any_model: Path, tmp_path: Path) -> None:
+    """Their tokens are computed in chunks the second time."""
+    with by_channel(any_model, tmp_path / "alone") as llm:
+        alone = [llm.generate(make_ids(490, seed=seed), greedy(40, logprobs=2)) for seed in range(2)]
+    with by_channel(any_model, tmp_path / "often") as llm:
+        preempt_often(llm, 7)
+        requests = [
+            Request(f"{seed}", TokenPrompt(make_ids(490, seed=seed)), greedy(40, logprobs=2)) for seed in range(2)
+        ]
+        for mine, theirs in zip(at_once(llm, requests), alone, strict=True):
+            assert max(logprob_errors(mine, theirs)) < REOPENED
+        assert llm.stats().preemptions > 3
+
+
+@pytest.mark.parametrize("blocks", [5, slow(7)])
+def test_scarce_memory(blocks: int, model: Path, tmp_path: Path) -> None:
+    """Conversations that do not fit together."""
+    prompts = [make_ids(480 + 9 * seed, seed=seed) for seed in range(4)]
+    with by_channel(model, tmp_path / "alone") as llm:
+        alone = [llm.generate(ids, greedy(60, logprobs=2)) for ids in prompts]
+        spec = inside.loaded_model(inside.engine_of(llm)).spec
+    budget = blocks * sum(group.bytes_per_block for group in spec.groups)
+    with by_channel(model, tmp_path / "scarce", ram_budget=budget) as llm:
+        for turn in range(2):
+            requests = [
+                Request(f"{turn} {seed}", TokenPrompt(ids), greedy(60, logprobs=2), f"agent{seed}")
+                for seed, ids in enumerate(prompts)
+            ]
+            for mine, theirs in zip(at_once(llm, requests), alone, strict=True):
+                assert max(logprob_errors(mine, theirs)) < REOPENED
+            check_idle(llm)
+
+
+def test_requests_together(any_model: Path, tmp_path: Path) -> None:
+    prompts = [make_ids(length, seed=length) for length in (5, 250, 255, 256, 505, 512)]
+    with by_channel(any_model, tmp_path) as llm:
+        requests = [Request(f"{len(ids)}", TokenPrompt(ids), greedy(20, logprobs=2)) for ids in prompts]
+        inside.hold_until(llm, len(requests))
+        together = at_once(llm, requests)
+        check_idle(llm)
+        for mine in together:
+            check_equal(mine, cold(llm, mine))
+
+
+@pytest.mark.parametrize("tokens", [11, 12, 13])
+def test_stop_strings_at_a_border(tokens: int, model: Path, tmp_path: Path) -> None:
+    """The stop string ends with the block, a token before or behind."""
+    ids = make_ids(500)
+    with by_channel(model, tmp_path / "look") as llm:
+        text = llm.generate(ids, greedy(tokens), salt="look").text
+
+    def talk(process: Process) -> list[Completion]:
+        first = process.ask(ids, 40, stop=[text[-3:]])
+        return [first, process.ask([*all_ids(first), *make_ids(300, seed=1)], 4)]
+
+    check_modes(talk, model, tmp_path, tolerance=REOPENED)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["full", "open"])
+def test_a_flipped_byte(which: str, any_model: Path, tmp_path: Path) -> None:
+    ids = make_ids(700)
+    with by_channel(any_model, tmp_path) as llm:
+        first = llm.generate(ids, greedy(4, logprobs=2), agent="alice")
+    files = [path for path in block_files(tmp_path) if metadata_of(path)["group"].endswith(".open") == (which == "open")]
+    flip([path for path in files if metadata_of(path)["group"] != "recurrent"][-1], -9)
+    with by_channel(any_model, tmp_path) as llm:
+        said = llm.generate([*all_ids(first), *make_ids(30, seed=1)], greedy(4, logprobs=2), agent="alice")
+        assert llm.stats().quarantined == 1
+        assert 35 < said.report.computed_tokens < 734
+        check_equal(said, cold(llm, said))
+
+
+def test_an_agent_comes_back_from_an_archive(any_model: Path, tmp_path: Path) -> None:
+    ids = make_ids(700)
+    with by_channel(any_model, tmp_path / "here") as llm:
+        first = llm.generate(ids, greedy(4, logprobs=2), agent="alice")
+        export_agent(tmp_path / "here", "alice", tmp_path / "alice.agent")
+        going_on = [*all_ids(first), *make_ids(30, seed=1)]
+        hot = llm.generate(going_on, greedy(4), agent="alice")
+    with by_channel(any_model, tmp_path / "there") as llm:
+        llm.import_agent("bob", tmp_path / "alice.agent")
+        said = llm.generate(going_on, greedy(4), agent="bob")
+        assert outcome(said) == outcome(hot)
+        assert said.report.computed_tokens == hot.report.computed_tokens
+    assert verify_folder(tmp_path / "there").problems == ()
+
+
+def test_sampling_is_the_same(model: Path, tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
+    with by_channel(model, tmp_path) as llm:
+        answers = {llm.generate(make_ids(500), sampling, salt=str(number)).token_ids for number in range(3)}
+    assert len(answers) == 1
