@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Quantisation
+from agentcache.metal_kernels import definition
 
 
 def naive_attention(
@@ -144,3 +147,74 @@ class Reference:
         logits = self.model(mx.array(token_ids)[None], cache=self.cache)
         mx.eval(logits)
         return logits
+
+
+class ByChannelCache(KVCache):
+    """mlx-lm's plain cache of one row; queries read their own block in 8 bits, earlier ones with keys by channel.
+
+    A call's tokens must be in one block. Rounded in NumPy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._full: list[np.ndarray] = []  # of keys and values, [H, full tokens, D]
+        self._open: list[np.ndarray] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        new = [self._in_8_bits(np.array(side[0].astype(mx.float32))) for side in (keys, values)]
+        if not self._full:
+            self._full, self._open = ([side[:, :0] for side in new] for _ in range(2))
+        self._open = [np.concatenate(pair, axis=1) for pair in zip(self._open, new, strict=True)]
+        self.offset += keys.shape[2]
+        assert self._open[0].shape[1] <= BLOCK_SIZE
+        read = [np.concatenate(pair, axis=1) for pair in zip(self._full, self._open, strict=True)]
+        if self._open[0].shape[1] == BLOCK_SIZE:
+            sealed = [self._by_channel(self._open[0]), self._in_4_bits(self._open[1])]
+            self._full = [np.concatenate(pair, axis=1) for pair in zip(self._full, sealed, strict=True)]
+            self._open = [side[:, :0] for side in self._open]
+        made_keys, made_values = (mx.array(side)[None].astype(keys.dtype) for side in read)
+        return made_keys, made_values
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first tokens; what is kept of a full block is reopened."""
+        whole = num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if whole < self._full[0].shape[1]:
+            self._open = [self._in_8_bits(side[:, whole : whole + BLOCK_SIZE]) for side in self._full]
+        self._open = [side[:, : num_tokens - whole] for side in self._open]
+        self._full = [side[:, :whole] for side in self._full]
+        self.offset = num_tokens
+
+    def _in_8_bits(self, x: np.ndarray) -> np.ndarray:
+        return definition.unpacked(definition.stored(x, _group_size(x), 8), 8).astype(np.float32)
+
+    def _in_4_bits(self, x: np.ndarray) -> np.ndarray:
+        return definition.unpacked(definition.stored(x, _group_size(x), 4), 4).astype(np.float32)
+
+    def _by_channel(self, x: np.ndarray) -> np.ndarray:
+        return definition.unpacked_by_channel(definition.quantise_by_channel(x)).astype(np.float32)
+
+
+def _group_size(x: np.ndarray) -> int:
+    return 64 if x.shape[-1] % 64 == 0 else 32
+
+
+class ByChannelReference:
+    """An mlx-lm model as it comes over `ByChannelCache`s."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, _ = load_model(folder)
+        self.caches = [ByChannelCache() for _ in self.model.layers]
+
+    def logits(self, token_ids: Sequence[int]) -> mx.array:
+        """[n, vocabulary] of the next tokens."""
+        made, begin = [], 0
+        while begin < len(token_ids):
+            end = min(len(token_ids), begin + BLOCK_SIZE - self.caches[0].offset % BLOCK_SIZE)
+            made.append(self.model(mx.array([list(token_ids[begin:end])]), cache=self.caches)[0])
+            mx.eval(made[-1])
+            begin = end
+        return mx.concatenate(made)
+
+    def cut(self, num_tokens: int) -> None:
+        for cache in self.caches:
+            cache.cut(num_tokens)

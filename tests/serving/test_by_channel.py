@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from agentcache.api.request import Request, TokenPrompt
@@ -19,6 +22,7 @@ from agentcache.store.archive import export_agent
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 from tests.marks import slow
+from tests.models.reference import ByChannelReference
 from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, at_once, check_equal, preempt_often
 from tests.serving.block_damage import block_files, flip, metadata_of
@@ -69,30 +73,33 @@ class Process:
 def cold(llm: LLM, like: Completion) -> Completion:
     """The same again, of which nothing is cached."""
     ids = list(like.prompt_token_ids)
-    said = llm.generate(ids, greedy(len(like.token_ids), logprobs=2), salt=f"cold {hash(tuple(ids))}")
+    said = llm.generate(ids, greedy(len(like.token_ids), logprobs=2), salt=os.urandom(8).hex())
     assert said.report.computed_tokens == len(ids)
     return said
+
+
+def has_state(model: Path) -> bool:
+    return model.name.startswith("qwen3_5")
 
 
 Talk = Callable[[Process], list[Completion]]
 
 
-def check_modes(talk: Talk, model: Path, folder: Path, *, tolerance: float | None = None) -> list[Completion]:
-    """To the last bit the same however the cache is interrupted, and as cold, within rounding."""
+def check_modes(talk: Talk, model: Path, folder: Path, *, reopened: Collection[int] = ()) -> list[Completion]:
+    """To the last bit the same however the cache is interrupted; and as cold, within rounding, if not `reopened`."""
     found: dict[str, list[Completion]] = {}
     for how in MODES:
         process = Process(model, folder / how, how)
         with process.stack:
             found[how] = talk(process)
-            for said in found[how] if how == "hot" else []:
-                if tolerance is None:
+            for turn, said in enumerate(found[how] if how == "hot" else []):
+                if turn not in reopened:
                     check_equal(said, cold(process.llm, said))
-                else:
-                    assert max(logprob_errors(said, cold(process.llm, said)), default=0.0) < tolerance
     for how in MODES[1:]:
         for turn, (mine, hot) in enumerate(zip(found[how], found["hot"], strict=True)):
             assert outcome(mine) == outcome(hot), (how, turn)
-            assert mine.report.computed_tokens == hot.report.computed_tokens, (how, turn)
+            if not has_state(process.model):  # checkpoints that no file has are gone
+                assert mine.report.computed_tokens == hot.report.computed_tokens, (how, turn)
     return found["hot"]
 
 
@@ -103,7 +110,7 @@ def any_model(request: pytest.FixtureRequest, model_folder: ModelFolder, hybrid:
     if request.param == "full":
         return model_folder("mistral", num_hidden_layers=2)
     if request.param == "windows":
-        return model_folder("gpt_oss", sliding_window=300)
+        return model_folder("mistral_sliding", sliding_window=300)
     return hybrid("qwen3_5")
 
 
@@ -119,7 +126,9 @@ def test_four_turns(any_model: Path, tmp_path: Path) -> None:
     check_modes(talk, any_model, tmp_path)
 
 
-@pytest.mark.parametrize("end", [2 * BLOCK_SIZE - 1, slow(2 * BLOCK_SIZE), 2 * BLOCK_SIZE + 1, slow(2 * BLOCK_SIZE + 2)])
+@pytest.mark.parametrize(
+    "end", [slow(2 * BLOCK_SIZE - 1), 2 * BLOCK_SIZE, slow(2 * BLOCK_SIZE + 1), slow(2 * BLOCK_SIZE + 2)]
+)
 def test_a_turn_that_ends_at_a_border(end: int, model: Path, tmp_path: Path) -> None:
     """With the generated tokens; the last of them has no keys and values yet."""
 
@@ -131,7 +140,7 @@ def test_a_turn_that_ends_at_a_border(end: int, model: Path, tmp_path: Path) -> 
     check_modes(talk, model, tmp_path)
 
 
-@pytest.mark.parametrize("tokens", [11, 12, 13, slow(40), slow(270)])
+@pytest.mark.parametrize("tokens", [slow(11), 12, slow(13), slow(40), slow(270)])
 def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> None:
     def talk(process: Process) -> list[Completion]:
         first = process.ask(make_ids(500), tokens)
@@ -140,26 +149,30 @@ def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> No
     check_modes(talk, model, tmp_path)
 
 
-@pytest.mark.parametrize("kept", [100, 256, slow(511), 512, 530])
+@pytest.mark.parametrize("kept", [100, slow(256), slow(511), slow(512), slow(530)])
 def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path) -> None:
     """What is kept of a full block is reopened."""
 
     def talk(process: Process) -> list[Completion]:
-        first = process.ask(make_ids(700), 4)
+        first = process.ask(make_ids(600), 4)
         edited = process.ask([*all_ids(first)[:kept], *make_ids(50, seed=1)], 4)
         return [first, edited, process.ask([*all_ids(edited), *make_ids(300, seed=2)], 4)]
 
-    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+    check_modes(talk, any_model, tmp_path, reopened=(1, 2) if kept % BLOCK_SIZE and kept < 512 else ())
 
 
+@pytest.mark.slow
 def test_the_same_prompt_again(any_model: Path, tmp_path: Path) -> None:
+    """Behind a prompt that ends with a block, or whose answer has filled it, the last block is reopened."""
+
     def talk(process: Process) -> list[Completion]:
         return [process.ask(make_ids(length), 3) for length in (512, 512, 513, 511, 700, 512)]
 
-    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+    check_modes(talk, any_model, tmp_path, reopened=(1, 3, 5))
 
 
-@pytest.mark.parametrize("kept", [300, 512, slow(600)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [300, 512, 600])
 def test_forks(kept: int, any_model: Path, tmp_path: Path) -> None:
     def talk(process: Process) -> list[Completion]:
         first = process.ask(make_ids(650), 4)
@@ -167,10 +180,33 @@ def test_forks(kept: int, any_model: Path, tmp_path: Path) -> None:
         forked = process.ask([*all_ids(first)[:kept], *make_ids(200, seed=3)], 4, "bob")
         return [first, forked, process.ask([*all_ids(first), *make_ids(200, seed=4)], 4)]
 
-    check_modes(talk, any_model, tmp_path, tolerance=REOPENED)
+    check_modes(talk, any_model, tmp_path, reopened=(1,) if kept == 300 else ())
 
 
-@pytest.mark.parametrize("length", [500, slow(511), 512, slow(513)])
+@pytest.mark.parametrize("kept", [slow(64), 100, slow(255), slow(300), slow(511)])
+def test_a_reopened_block_is_read_as_the_reference_reads_it(kept: int, model: Path, tmp_path: Path) -> None:
+    reference = ByChannelReference(model)
+    with by_channel(model, tmp_path) as llm:
+        first = llm.generate(make_ids(600), greedy(4, logprobs=2), agent="alice")
+        check_against(reference, first)
+        edited = llm.generate([*all_ids(first)[:kept], *make_ids(200, seed=1)], greedy(6, logprobs=2), agent="alice")
+        assert edited.report.computed_tokens == 200
+        check_against(reference, edited)
+
+
+def check_against(reference: ByChannelReference, said: Completion) -> None:
+    """What of the prompt has not been computed is in the reference's cache."""
+    cut = said.report.prompt_tokens - said.report.computed_tokens
+    if cut:
+        reference.cut(cut)
+    logits = reference.logits([*said.prompt_token_ids[cut:], *said.token_ids[:-1]])[-len(said.token_ids) :]
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    expected = [row[token] for row, token in zip(logprobs, said.token_ids, strict=True)]
+    errors = [abs(each.logprob - other) for each, other in zip(said.logprobs, expected, strict=True)]
+    assert np.median(errors) < 1e-3 and max(errors) < 0.01, errors
+
+
+@pytest.mark.parametrize("length", [slow(500), slow(511), 512, slow(513)])
 def test_several_answers(length: int, any_model: Path, tmp_path: Path) -> None:
     """Each is what a request of its own gets."""
     ids = make_ids(length)
@@ -189,6 +225,7 @@ def test_several_answers(length: int, any_model: Path, tmp_path: Path) -> None:
             assert chosen[1] == chosen[2] == chosen[0]
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_leaves_what_it_has_read(any_model: Path, tmp_path: Path) -> None:
     ids = make_ids(1500)
     with by_channel(any_model, tmp_path) as llm:
@@ -207,6 +244,7 @@ def test_a_cancelled_request_leaves_what_it_has_read(any_model: Path, tmp_path: 
         check_equal(said, cold(llm, said))
 
 
+@pytest.mark.slow
 def test_preempted_requests(any_model: Path, tmp_path: Path) -> None:
     """Their tokens are computed in chunks the second time."""
     with by_channel(any_model, tmp_path / "alone") as llm:
@@ -221,9 +259,10 @@ def test_preempted_requests(any_model: Path, tmp_path: Path) -> None:
         assert llm.stats().preemptions > 3
 
 
-@pytest.mark.parametrize("blocks", [5, slow(7)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [5, 7])
 def test_scarce_memory(blocks: int, model: Path, tmp_path: Path) -> None:
-    """Conversations that do not fit together."""
+    """Conversations that do not fit together. Where the same is asked again, a block may be reopened."""
     prompts = [make_ids(480 + 9 * seed, seed=seed) for seed in range(4)]
     with by_channel(model, tmp_path / "alone") as llm:
         alone = [llm.generate(ids, greedy(60, logprobs=2)) for ids in prompts]
@@ -236,10 +275,11 @@ def test_scarce_memory(blocks: int, model: Path, tmp_path: Path) -> None:
                 for seed, ids in enumerate(prompts)
             ]
             for mine, theirs in zip(at_once(llm, requests), alone, strict=True):
-                assert max(logprob_errors(mine, theirs)) < REOPENED
+                assert turn or max(logprob_errors(mine, theirs)) < REOPENED
             check_idle(llm)
 
 
+@pytest.mark.slow
 def test_requests_together(any_model: Path, tmp_path: Path) -> None:
     prompts = [make_ids(length, seed=length) for length in (5, 250, 255, 256, 505, 512)]
     with by_channel(any_model, tmp_path) as llm:
@@ -251,6 +291,7 @@ def test_requests_together(any_model: Path, tmp_path: Path) -> None:
             check_equal(mine, cold(llm, mine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [11, 12, 13])
 def test_stop_strings_at_a_border(tokens: int, model: Path, tmp_path: Path) -> None:
     """The stop string ends with the block, a token before or behind."""
@@ -262,7 +303,7 @@ def test_stop_strings_at_a_border(tokens: int, model: Path, tmp_path: Path) -> N
         first = process.ask(ids, 40, stop=[text[-3:]])
         return [first, process.ask([*all_ids(first), *make_ids(300, seed=1)], 4)]
 
-    check_modes(talk, model, tmp_path, tolerance=REOPENED)
+    check_modes(talk, model, tmp_path)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -273,15 +314,18 @@ def test_a_flipped_byte(which: str, any_model: Path, tmp_path: Path) -> None:
     ids = make_ids(700)
     with by_channel(any_model, tmp_path) as llm:
         first = llm.generate(ids, greedy(4, logprobs=2), agent="alice")
-    files = [path for path in block_files(tmp_path) if metadata_of(path)["group"].endswith(".open") == (which == "open")]
+    files = [
+        path for path in block_files(tmp_path) if metadata_of(path)["group"].endswith(".open") == (which == "open")
+    ]
     flip([path for path in files if metadata_of(path)["group"] != "recurrent"][-1], -9)
     with by_channel(any_model, tmp_path) as llm:
         said = llm.generate([*all_ids(first), *make_ids(30, seed=1)], greedy(4, logprobs=2), agent="alice")
         assert llm.stats().quarantined == 1
-        assert 35 < said.report.computed_tokens < 734
+        assert 35 < said.report.computed_tokens < 734 + has_state(any_model)
         check_equal(said, cold(llm, said))
 
 
+@pytest.mark.slow
 def test_an_agent_comes_back_from_an_archive(any_model: Path, tmp_path: Path) -> None:
     ids = make_ids(700)
     with by_channel(any_model, tmp_path / "here") as llm:
@@ -292,11 +336,15 @@ def test_an_agent_comes_back_from_an_archive(any_model: Path, tmp_path: Path) ->
     with by_channel(any_model, tmp_path / "there") as llm:
         llm.import_agent("bob", tmp_path / "alice.agent")
         said = llm.generate(going_on, greedy(4), agent="bob")
-        assert outcome(said) == outcome(hot)
-        assert said.report.computed_tokens == hot.report.computed_tokens
+        if has_state(any_model):  # the last checkpoint is elsewhere
+            check_equal(said, hot)
+        else:
+            assert outcome(said) == outcome(hot)
+            assert said.report.computed_tokens == hot.report.computed_tokens
     assert verify_folder(tmp_path / "there").problems == ()
 
 
+@pytest.mark.slow
 def test_sampling_is_the_same(model: Path, tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
     with by_channel(model, tmp_path) as llm:

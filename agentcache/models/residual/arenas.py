@@ -148,10 +148,8 @@ class StepMeasures:
         measures: mx.array | None = None
         for group, layers in self._own.items():
             numbers, places = sum(layers[1:], layers[0]), self._places[group]
-            rounding = places.pick(
-                lambda ids, of=group, at=places.offsets: self._energies[of].tokens.array[ids, at],
-                lambda ids, of=open_partner(group), at=places.offsets: self._energies[of].tokens.array[ids, at],
-            ).reshape(*numbers.shape[:2], 2)
+            both = self._energies_at(group, places), self._energies_at(open_partner(group), places)
+            rounding = places.pick(*both).reshape(*numbers.shape[:2], 2)
             # Old blocks have none: the row's own, nearly equal rounding stands in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
@@ -160,6 +158,9 @@ class StepMeasures:
             )
             measures = of_group if measures is None else measures + of_group
         return measures
+
+    def _energies_at(self, group: int, places: _Places) -> _OfSlots:
+        return lambda ids: self._energies[group].tokens.array[ids, places.offsets]
 
     def _write_energies(self, group: int, errors: mx.array, writes: Writes) -> None:
         """Write energies of tokens, [W, n, 2], and of the blocks that they fill, whose rounding adds up."""

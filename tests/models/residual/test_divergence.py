@@ -82,8 +82,7 @@ def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) 
 @pytest.mark.parametrize("strength", [0.05, 0.3])
 def test_at_4_bits_it_is_what_8_bits_see(strength: float, tmp_path: Path) -> None:
     values = [
-        divergence(read(small_model("qwen3", kv_bits=bits), tmp_path / str(bits), strength)[1]).value
-        for bits in (4, 8)
+        divergence(read(small_model("qwen3", kv_bits=bits), tmp_path / str(bits), strength)[1]).value for bits in (4, 8)
     ]
     assert values[0] == pytest.approx(values[1], rel=0.05)
     assert values[1] > 0.01
@@ -143,9 +142,7 @@ def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
     assert Divergence.of(*row.cache.arenas.measured_of(row.tables, 40)) is None
 
 
-@pytest.mark.parametrize(
-    ("strength", "tolerance"), [(0.0, 0.003), (0.05, 0.004), (0.3, 0.01)]
-)
+@pytest.mark.parametrize(("strength", "tolerance"), [(0.0, 0.003), (0.05, 0.004), (0.3, 0.01)])
 def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     strength: float, tolerance: float, tmp_path: Path
 ) -> None:
