@@ -97,7 +97,7 @@ class BlockPool:
 class BlockTable:
     """A request's slots in one group, from block number `first_block` on, the first in the window.
 
-    -1 stands for a block without slot: not loaded yet, or sealed (`Holds.OPEN`).
+    -1 stands for a block without slot: not loaded yet, or appended when full (`Holds.OPEN`).
     """
 
     block_ids: list[int] = field(default_factory=list)
@@ -129,13 +129,6 @@ class BlockTable:
         del self.block_ids[:count]
         self.first_block += count
         return dropped
-
-    def vacate_before(self, position: int) -> list[int]:
-        """Leave these blocks without slots; return the slots."""
-        count = min(max(0, position - self.first_block), len(self.block_ids))
-        vacated = [block_id for block_id in self.block_ids[:count] if block_id >= 0]
-        self.block_ids[:count] = [-1] * count
-        return vacated
 
 
 @dataclass(frozen=True)

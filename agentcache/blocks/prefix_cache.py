@@ -48,7 +48,7 @@ class PrefixCache:
         self._sequences: set[BlockTables] = set()
         eviction = EvictionOrder(self.slots, self.tree)
         self.allocator = BlockAllocator(self.slots, eviction, ledger, self._sequences, headroom, name)
-        self.open_blocks = OpenBlocks(self.allocator)
+        self.open_blocks = OpenBlocks(self.groups)
         self.snapshots = (
             None
             if state is None
@@ -129,15 +129,12 @@ class PrefixCache:
     def reserve(self, sequence: BlockTables, num_tokens: int) -> None:
         """Allocate slots for `num_tokens` more. Raises OutOfBlocks, keeping those it got.
 
-        A full group gets one for the last block, too: the step may seal it.
+        Groups of full and of open blocks both get one for each block: the step may seal it.
         """
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index, table in enumerate(sequence.tables):
-            if index in self.open_blocks:
-                self.open_blocks.reserve(index, table, sequence.num_tokens, end)
-            else:
-                while table.end_block < end:
-                    table.block_ids.append(self.allocator.allocate(index))
+            while table.end_block < end:
+                table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
@@ -177,13 +174,14 @@ class PrefixCache:
                 self._leave_window(sequence, path, index, read_from)
 
     def _leave_window(self, sequence: BlockTables, path: OriginPath, index: int, read_from: int | None) -> None:
-        num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
+        num_tokens = sequence.num_tokens
+        if read_from is not None and index not in self.open_blocks:  # sealed blocks are read when full
+            num_tokens = min(num_tokens, read_from)
         table = sequence.tables[index]
         start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
-        if index in self.open_blocks:
-            self.open_blocks.leave(index, table, sequence.num_tokens, needed)
-            return
         for node, block_id in zip(path.nodes[start:], table.drop_before(needed), strict=False):
+            if block_id < 0:
+                continue
             self.slots.pools[index].release(block_id)
             if read_from is not None:
                 continue

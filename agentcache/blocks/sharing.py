@@ -37,10 +37,10 @@ def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocat
 def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
     for index in path.groups:
         table, group = sequence.tables[index], slots.groups[index]
-        table.first_block = min(path.first_block_read(group), len(path.nodes))
         if group.holds is Holds.OPEN:
-            table.block_ids += [-1] * (len(path.nodes) - table.first_block)
+            table.first_block = len(path.nodes)
             continue
+        table.first_block = min(path.first_block_read(group), len(path.nodes))
         for node in path.nodes[table.first_block :]:
             block_id = node.block_ids.get(index, -1)
             if block_id >= 0:

@@ -311,11 +311,11 @@ def test_base_ahead_of_residuals_has_open_slots_for_its_open_block_only() -> Non
     assert (prefix.num_tokens, prefix.own.num_tokens) == (700, 300)
     sequence = base.open(ROOT, prefix)
     assert shape(sequence.tables[SEALED]) == (0, [True, True])
-    assert shape(sequence.tables[OPEN]) == (1, [False, True]), "from where the adapter begins"
+    assert shape(sequence.tables[OPEN]) == (2, [True]), "though the adapter begins before it"
     base.reserve(sequence, 300)
     base.advance(sequence, IDS[700:])
     base.leave_window(sequence, 600)
-    assert shape(sequence.tables[OPEN]) == (2, [False, True])
+    assert shape(sequence.tables[OPEN]) == (3, [True])
     base.check_integrity()
     base.close(sequence)
     base.check_integrity()
