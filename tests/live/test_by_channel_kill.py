@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_conversation_goes_on_after_each_kill(live_model: Path, tmp_path: Path, agent: str) -> None:
     """Each turn adds some blocks, which the next one reads in their full form."""
     talk = Talk(agent)
-    with serving(live_model, tmp_path / "hot", "--kv", "4c") as never_stopped:
+    with serving(live_model, tmp_path / "hot", kv="4c") as never_stopped:
         for turn in range(4):
             with ExitStack() as stack:
-                server = stack.enter_context(serving(live_model, tmp_path / "killed", "--kv", "4c"))
+                server = stack.enter_context(serving(live_model, tmp_path / "killed", kv="4c"))
                 if turn:
                     assert agent_info(server, agent)["cache_state"] == "warm"
                 [killed, hot] = talk.turn(make_text(200, seed=turn), server, never_stopped)

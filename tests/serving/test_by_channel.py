@@ -24,7 +24,7 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.models.reference import ByChannelReference
 from tests.serving import inside
-from tests.serving.adapter_cases import all_ids, at_once, check_equal, preempt_often
+from tests.serving.adapter_cases import all_ids, at_once, preempt_often
 from tests.serving.block_damage import block_files, flip, metadata_of
 from tests.serving.conversation import Stream, check_idle, greedy, logprob_errors, make_ids, open_llm, outcome
 
@@ -82,6 +82,12 @@ def has_state(model: Path) -> bool:
     return model.name.startswith("qwen3_5")
 
 
+def check_close(mine: Completion, theirs: Completion) -> None:
+    """The same but for values that are rounded to the next code, which are more in 8 bits than in 4."""
+    errors = logprob_errors(mine, theirs) or [0.0]
+    assert np.median(errors) < 1e-2 and max(errors) < 3e-2, errors
+
+
 Talk = Callable[[Process], list[Completion]]
 
 
@@ -94,7 +100,7 @@ def check_modes(talk: Talk, model: Path, folder: Path, *, reopened: Collection[i
             found[how] = talk(process)
             for turn, said in enumerate(found[how] if how == "hot" else []):
                 if turn not in reopened:
-                    check_equal(said, cold(process.llm, said))
+                    check_close(said, cold(process.llm, said))
     for how in MODES[1:]:
         for turn, (mine, hot) in enumerate(zip(found[how], found["hot"], strict=True)):
             assert outcome(mine) == outcome(hot), (how, turn)
@@ -140,7 +146,8 @@ def test_a_turn_that_ends_at_a_border(end: int, model: Path, tmp_path: Path) -> 
     check_modes(talk, model, tmp_path)
 
 
-@pytest.mark.parametrize("tokens", [slow(11), 12, slow(13), slow(40), slow(270)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [11, 12, 13, 40, 270])
 def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> None:
     def talk(process: Process) -> list[Completion]:
         first = process.ask(make_ids(500), tokens)
@@ -149,7 +156,8 @@ def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> No
     check_modes(talk, model, tmp_path)
 
 
-@pytest.mark.parametrize("kept", [100, slow(256), slow(511), slow(512), slow(530)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [100, 256, 511, 512, 530])
 def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path) -> None:
     """What is kept of a full block is reopened."""
 
@@ -243,8 +251,8 @@ def test_a_cancelled_request_leaves_what_it_has_read(any_model: Path, tmp_path: 
             inside.on_loop(llm, leave(seconds))
             inside.on_loop(llm, inside.on_thread(inside.async_engine(llm), lambda engine: engine.check_integrity()))
         said = llm.generate(ids, greedy(4, logprobs=2), agent="alice")
-        assert said.report.computed_tokens < len(ids)
-        check_equal(said, cold(llm, said))
+        assert said.report.computed_tokens < len(ids) + has_state(any_model)
+        check_close(said, cold(llm, said))
 
 
 @pytest.mark.slow
@@ -291,7 +299,7 @@ def test_requests_together(any_model: Path, tmp_path: Path) -> None:
         together = at_once(llm, requests)
         check_idle(llm)
         for mine in together:
-            check_equal(mine, cold(llm, mine))
+            check_close(mine, cold(llm, mine))
 
 
 @pytest.mark.slow
@@ -325,7 +333,7 @@ def test_a_flipped_byte(which: str, any_model: Path, tmp_path: Path) -> None:
         said = llm.generate([*all_ids(first), *make_ids(30, seed=1)], greedy(4, logprobs=2), agent="alice")
         assert llm.stats().quarantined == 1
         assert 35 < said.report.computed_tokens < 734 + has_state(any_model)
-        check_equal(said, cold(llm, said))
+        check_close(said, cold(llm, said))
 
 
 @pytest.mark.slow
@@ -340,7 +348,7 @@ def test_an_agent_comes_back_from_an_archive(any_model: Path, tmp_path: Path) ->
         llm.import_agent("bob", tmp_path / "alice.agent")
         said = llm.generate(going_on, greedy(4), agent="bob")
         if has_state(any_model):  # the last checkpoint is elsewhere
-            check_equal(said, hot)
+            check_close(said, hot)
         else:
             assert outcome(said) == outcome(hot)
             assert said.report.computed_tokens == hot.report.computed_tokens

@@ -22,6 +22,7 @@ from tests.serving.adapter_cases import (
     ask,
     check_differs,
     check_equal,
+    make_folders,
     open_adapters,
 )
 from tests.serving.adapter_cases import cold as cold_again
@@ -48,8 +49,6 @@ def small(model_folder: ModelFolder) -> Path:
 
 @pytest.fixture(scope="module")
 def four(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from tests.serving.adapter_cases import make_folders
-
     return make_folders(tmp_path_factory.mktemp("four"), small)
 
 
@@ -137,8 +136,8 @@ def test_an_adapter_that_adds_nothing_says_what_base_says(
 
 def cold(llm: LLM, like: Completion) -> Completion:
     ids, report = list(like.prompt_token_ids), like.report
-    options = {"adapter": report.adapter, "policy": report.policy, "salt": os.urandom(8).hex()}
-    again = llm.generate(ids, greedy(len(like.token_ids), logprobs=2), **options)
+    sampling, salt = greedy(len(like.token_ids), logprobs=2), os.urandom(8).hex()
+    again = llm.generate(ids, sampling, adapter=report.adapter, policy=report.policy, salt=salt)
     assert again.report.base_computed_tokens == len(ids)
     return again
 
