@@ -150,7 +150,8 @@ class Precision:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Precision:
         """Inverse of `as_data`; raises LookupError, TypeError or ValueError."""
-        layers, divergence = tuple(LayerBits(*layer) for layer in data["layers"]), data["divergence"]
+        layers = tuple(LayerBits(keys, values, *rest) for keys, values, *rest in data["layers"])
+        divergence = data["divergence"]
         if not all(map(_is_kept, layers)):
             raise ValueError(f"these bits of layers are not supported: {layers!r:.80}")
         if divergence is not None and not 0 <= float(divergence) < math.inf:

@@ -81,18 +81,21 @@ class Inspection:
     precision: Precision
 
     def kept_in(self, precision: Precision) -> Inspection:
-        return replace(self, precision=precision)
+        """This model in `precision`; layers without values, such as MLA latents, have no keys by channel."""
+        layers = zip(precision.layers, self.layers, strict=True)
+        bits = tuple(each if layer.value_dim else replace(each, by_channel=False) for each, layer in layers)
+        return replace(self, precision=replace(precision, layers=bits))
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
         """Packing of each layer. Raises UnsupportedModel."""
-        layers = zip(self.precision.layers, self.dtypes, self.layers, strict=True)
+        layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(
-                ByChannel(bits.keys) if bits.by_channel and layer.value_dim else self._packing(bits.keys, dtype),
+                ByChannel(bits.keys) if bits.by_channel else self._packing(bits.keys, dtype),
                 self._packing(bits.values, dtype),
             )
-            for bits, dtype, layer in layers
+            for bits, dtype in layers
         )
 
     def _packing(self, bits: int, dtype: mx.Dtype) -> Packing:

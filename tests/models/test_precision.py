@@ -33,7 +33,7 @@ from tests.marks import slow
 from tests.models.test_attachment import load
 
 FOUR, SIXTEEN = LayerBits(4, 4), LayerBits(16, 16)
-LEVELS = list(BITS.values())
+LEVELS = [bits for bits in BITS.values() if not bits.by_channel]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v2", slow("gemma3_text")])
@@ -41,7 +41,9 @@ LEVELS = list(BITS.values())
 def test_all_are_proved_to_be_what_the_model_reads(model_folder: ModelFolder, name: str, bits: LayerBits) -> None:
     """`host` compares the paged cache with mlx-lm's own attention on rounded keys and values."""
     hosted = host(*load(model_folder(name)), choose=Everywhere(bits))
-    assert {str(packing.bits) for packing in hosted.inspection.packings} == {str(bits)}
+    # Latents have no values, and are quantised per token.
+    expected = LayerBits(4, 4) if bits.by_channel and name == "deepseek_v2" else bits
+    assert {packing.bits for packing in hosted.inspection.packings} == {expected}
 
 
 def test_layers_in_different_bits_are_proved_together(model_folder: ModelFolder) -> None:

@@ -225,7 +225,7 @@ def _sealing(side: SideArena, sources: mx.array, targets: mx.array) -> mx.array:
 
 
 def _likely_rounding(side: SideArena, own: mx.array, offsets: mx.array, ids: mx.array) -> mx.array:
-    """Rounding of tokens that nobody has measured, [R * n]: by channel that of even errors, else that of rows' own."""
+    """Likely rounding of unmeasured tokens, [R * n]: by channel that of even errors, else that of rows' own."""
     if isinstance(side.quantisation, ByChannel):
         return mx.square(side.steps(ids, offsets)).sum(axis=(1, 2)) / 12
     return _rounding(side, own).reshape(-1)
