@@ -374,6 +374,7 @@ def test_formats_of_two_parts_are_refused() -> None:
         CliRunner().invoke(app, ["quality", "--only", "texts,formats", "--formats", "4"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_quick_mode_of_the_embedded_model(tmp_path: Path) -> None:
     command = ["quality", "--only", "formats", "--quick", "--tokens", "272", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, command)
