@@ -50,7 +50,7 @@ def stored(x: Array, group_size: int, bits: int) -> PackedNumpy:
 def quantise_by_channel(x: np.ndarray, bits: int = 4) -> tuple[NDArray[np.uint32], np.ndarray, np.ndarray]:
     """Pack [..., T, D] by channel, in float32: data [..., T, D*bits/32], float16 scales and biases [..., T/64, D].
 
-    A step is at least what the bias lost in rounding, so that even equal values far from 0 are right to a step, and a
+    A step is at least the rounding error of the bias, so that even equal values far from 0 are right to a step, and a
     normal float16: with a smaller scale the highest code would miss by more than a step.
     """
     values = np.clip(np.where(np.isnan(x), 0.0, x).astype(np.float32), np.float32(-30000), np.float32(30000))

@@ -23,7 +23,7 @@ def pack_by_channel(x: mx.array, bits: int = 4) -> Packed:
     most = 2**bits - 1
     biases = low.astype(mx.float16)
     rounded = mx.abs(biases.astype(mx.float32) - low)
-    # A step is at least what the bias lost in rounding: then even equal values far from 0 are right to a step.
+    # A step is at least the rounding error of the bias: equal values far from 0 are then right to a step.
     scales = mx.maximum(mx.maximum((high - low) / most, rounded), SMALLEST_SCALE).astype(mx.float16)
     steps = mx.round((groups - biases.astype(mx.float32)) / scales.astype(mx.float32))
     codes = mx.clip(steps, 0, most).astype(mx.uint8).reshape(x.shape)

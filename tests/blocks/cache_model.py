@@ -39,7 +39,7 @@ def pair(name: str, window: int | None = None, full_bytes: int = 1, open_bytes: 
 
 
 def groups_of(groups: Groups, num_tokens: int) -> list[int]:
-    """Which groups have a block of so many tokens."""
+    """Groups that hold a block of `num_tokens`."""
     other = Holds.OPEN if num_tokens == BLOCK_SIZE else Holds.FULL
     return [index for index, group in enumerate(groups) if group.holds != other]
 
@@ -207,7 +207,7 @@ class Reference:
         )
 
     def needed(self, path: list[Node], index: int, first: int, length: int) -> list[tuple[Node, int]]:
-        """Nodes that a group reads, and the group that has them there: an open one reads what it reopens from."""
+        """Nodes that a group reads, each with its source group: the full partner of a reopened block."""
         group, count = self._groups[index], length // BLOCK_SIZE
         if group.holds is Holds.OPEN:
             return [(node, index - 1 if node.is_full else index) for node in path[count:]]

@@ -176,7 +176,7 @@ class ByChannelCache(KVCache):
         return made_keys, made_values
 
     def cut(self, num_tokens: int) -> None:
-        """Keep the first tokens; what is kept of a full block is reopened."""
+        """Keep the first tokens; reopen a full block that is cut."""
         whole = num_tokens // BLOCK_SIZE * BLOCK_SIZE
         if whole < self._full[0].shape[1]:
             self._open = [self._in_8_bits(side[:, whole : whole + BLOCK_SIZE]) for side in self._full]

@@ -289,7 +289,7 @@ def test_everything_at_once(num_tokens: int, softcap: float | None, dtype: mx.Dt
 
 @pytest.mark.parametrize("window", [slow(None), 100, slow(300)])
 def test_chunk_sizes_do_not_matter(window: int | None) -> None:
-    """What is stored is the same to the last bit, and so is what is read, to rounding."""
+    """Chunks store equal bits, and read equal values up to rounding."""
     total, found = 700, []
     case = Case((), window=window)
     queries = mx.random.normal((1, 4, total, 64), key=mx.random.key(5)) * 0.7

@@ -160,7 +160,7 @@ def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [100, 256, 511, 512, 530])
 def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path) -> None:
-    """What is kept of a full block is reopened."""
+    """The kept part of a full block is reopened."""
 
     def talk(process: Process) -> list[Completion]:
         first = process.ask(make_ids(600), 4)
@@ -174,7 +174,7 @@ def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path)
 def test_the_same_prompt_again(any_model: Path, tmp_path: Path) -> None:
     """Behind a prompt that ends with a block the last block is reopened.
 
-    Of one token each: what is read behind a block that is sealed again is that block, or the first one if it is in RAM.
+    One token each: later tokens read a block that was sealed again, or the first one if it is in RAM.
     """
 
     def talk(process: Process) -> list[Completion]:

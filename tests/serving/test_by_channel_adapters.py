@@ -1,4 +1,4 @@
-"""Adapters over `--kv 4c`: what they say hot is what they say cold, wherever in a block they begin."""
+"""Adapters over `--kv 4c`: hot answers equal cold ones for any start in a block."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_where_nothing_differs_nothing_is_said_to(model: str, tmp_path: Path) ->
 def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) -> None:
     """A full block is rounded once more than its tokens were when they were written.
 
-    Of one layer, whose keys and values depend on no others: what is read of the own block is rounded otherwise, too.
+    One layer: its keys and values depend on no other layer. Own blocks are also rounded in another way.
     """
     ids = IDS if chunk > 1 else IDS[:270]
     driver = ResidualDriver(small_model(model, kv_bits=BY_CHANNEL, num_hidden_layers=1), measures=True)
