@@ -79,14 +79,18 @@ class RaggedBlocks:
 class RowReads:
     """One row's reads, from position `base` on; `length` before the step.
 
-    `open_slots`: of the blocks that the step's tokens are in, if open blocks have slots of their own; -1 for a block
-    that is read when full.
+    Args:
+        open_slots: of the blocks that the step's tokens are in, if open blocks have slots of their own; -1 for a block
+            that is read when full.
+        first_slot: of block 0 among open blocks, if queries of later blocks read it; then `base` is at least 256.
+            Else -1.
     """
 
     block_ids: Sequence[int]
     base: int
     length: int
     open_slots: Sequence[int] = ()
+    first_slot: int = -1
 
     def slot_of(self, block: int) -> tuple[int, bool]:
         """Slot of one of the blocks that the step's tokens are in, and whether it is an open one."""

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -407,7 +407,9 @@ def _plan(shape: HeadShape, reads: BlockReads) -> DecodePlan:
         rows = reads.rows
         open_ids = [tuple(row.open_slots) for row in rows] if shape.by_channel else ()
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in rows), strict=True)
-        step = StepRows(ids, bases, lengths, reads.num_tokens, reads.window, open_ids=open_ids)
+        first_ids = tuple(row.first_slot for row in rows)
+        more: dict[str, Any] = {"first_ids": first_ids} if shape.by_channel and max(first_ids) >= 0 else {}
+        step = StepRows(ids, bases, lengths, reads.num_tokens, reads.window, open_ids=open_ids, **more)
         reads.prepared[key] = DecodePlan(shape, step)
     plan: DecodePlan = reads.prepared[key]
     return plan
