@@ -141,5 +141,5 @@ def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
 
 
 def _group_bytes(group: GroupSpec, full: int, rest: int) -> int:
-    num_bytes = full * (group.bytes_per_block + _HEADER_BYTES) if group.holds.has(is_full=True) else 0
-    return num_bytes + (group.bytes_of(rest) + _HEADER_BYTES if rest and group.holds.has(is_full=False) else 0)
+    num_bytes = len(range(full)[group.holds.of_full_blocks(0)]) * (group.bytes_per_block + _HEADER_BYTES)
+    return num_bytes + (group.bytes_of(rest) + _HEADER_BYTES if rest and group.holds.has(is_sealed=False) else 0)

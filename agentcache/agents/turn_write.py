@@ -18,6 +18,7 @@ from agentcache.agents.table import AgentTable
 from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.origin_paths import NamedSnapshot
+from agentcache.blocks.pool import window_group
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.snapshots import choose_saved
 from agentcache.blocks.transcript import Transcript
@@ -64,7 +65,7 @@ class CachePart:
             for block in self.blocks
             if block.node.is_full or block.node.end == self.num_tokens
             for index in block.groups
-            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
+            if block.node.position >= window_group(groups, index).first_block_needed(self.num_tokens)
         ]
 
     @property

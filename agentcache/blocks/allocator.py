@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentcache.api.stats import BASE
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.ledger import UNBOUNDED, Account, Ledger
 from agentcache.blocks.pool import Copy, Group, Holds, Slots
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -25,7 +25,9 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 def most_blocks(group: Group, at_once: int = BLOCK_SIZE) -> int | None:
     """Most slots of one request, if a step computes `at_once` tokens; None if they grow with its tokens."""
-    return None if group.window is None else window_blocks(group.window, at_once)
+    if group.window is None:
+        return None
+    return window_blocks(group.window, at_once) + (FIRST_SEALED if group.holds is Holds.OPEN else 0)
 
 
 def min_blocks(group: Group) -> int:
@@ -35,6 +37,8 @@ def min_blocks(group: Group) -> int:
 def blocks_of(group: Group, num_tokens: int) -> int:
     """Slots of one request with `num_tokens`."""
     blocks, most = -(-num_tokens // BLOCK_SIZE), most_blocks(group)
+    if group.holds is Holds.FULL:
+        blocks = max(0, blocks - FIRST_SEALED)
     return blocks if most is None else min(blocks, most)
 
 

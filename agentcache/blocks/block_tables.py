@@ -15,7 +15,7 @@ from agentcache.errors import BrokenInvariant
 
 @dataclass(frozen=True)
 class Load:
-    """A pending read of a node's first tokens. With `reopens`, of the partner's file of a full node, packed again."""
+    """A pending read of a node's first tokens. With `reopens`, of the partner's file of a sealed node, packed again."""
 
     node: Node
     group: int
@@ -66,7 +66,7 @@ class OriginPath:
         return self.layout.has_state
 
     def groups_of(self, node: Node) -> tuple[int, ...]:
-        return self.layout.groups_of(node.num_tokens)
+        return self.layout.groups_of(node.position, node.num_tokens)
 
     def parent_of(self, position: int, root: Node) -> Node:
         return self.nodes[position - 1] if position else root

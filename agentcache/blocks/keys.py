@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 BLOCK_SIZE = 256
+FIRST_SEALED = 1  # block number; earlier full blocks stay open
 FORMAT_VERSION = 2
 BASE_ORIGIN = "base"
 BASE_CACHE = "base"
@@ -51,6 +52,11 @@ class Namespace:
 
 def root_of_version_1(model: str, spec: str, salt: str) -> str:
     return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
+
+
+def is_sealed(position: int, num_tokens: int) -> bool:
+    """Whether a block is in groups of sealed blocks, if its cache has those (`Holds`)."""
+    return position >= FIRST_SEALED and num_tokens == BLOCK_SIZE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key
+from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key, is_sealed
 from agentcache.blocks.pool import Holds
 
 
@@ -41,18 +41,18 @@ class PathLayout:
     holds: tuple[Holds, ...] = ()
 
     @cached_property
-    def full_groups(self) -> tuple[int, ...]:
-        """Groups of full blocks."""
-        return _groups_of(self.groups, self.holds, is_full=True)
+    def sealed_groups(self) -> tuple[int, ...]:
+        """Groups of sealed blocks."""
+        return _groups_of(self.groups, self.holds, is_sealed=True)
 
     @cached_property
-    def tail_groups(self) -> tuple[int, ...]:
-        """Groups of partly filled blocks."""
-        return _groups_of(self.groups, self.holds, is_full=False)
+    def open_groups(self) -> tuple[int, ...]:
+        """Groups of other blocks."""
+        return _groups_of(self.groups, self.holds, is_sealed=False)
 
-    def groups_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Groups of a block with `num_tokens`."""
-        return self.full_groups if num_tokens == BLOCK_SIZE else self.tail_groups
+    def groups_of(self, position: int, num_tokens: int) -> tuple[int, ...]:
+        """Groups of block number `position` with `num_tokens`."""
+        return self.sealed_groups if is_sealed(position, num_tokens) else self.open_groups
 
     def holds_in(self, index: int) -> Holds:
         return self.holds[index] if self.holds else Holds.ALL
@@ -68,12 +68,12 @@ class PathLayout:
         return [own] if self.producer.start <= begin else [BlockKind(BASE_ORIGIN, self.producer.start), own]
 
 
-def _groups_of(groups: Iterable[int], holds: tuple[Holds, ...], *, is_full: bool) -> tuple[int, ...]:
-    return tuple(index for index in groups if not holds or holds[index].has(is_full=is_full))
+def _groups_of(groups: Iterable[int], holds: tuple[Holds, ...], *, is_sealed: bool) -> tuple[int, ...]:
+    return tuple(index for index in groups if not holds or holds[index].has(is_sealed=is_sealed))
 
 
 def base_tail_groups(num_groups: int, holds: tuple[Holds, ...] = ()) -> tuple[int, ...]:
-    return _groups_of(range(num_groups), holds, is_full=False)
+    return _groups_of(range(num_groups), holds, is_sealed=False)
 
 
 def lay_out(
@@ -132,7 +132,8 @@ def spans(
         first = len(result)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
-            result.append(BlockSpan(begin, end, path.origin_of(end), path.groups_of(end - begin), parent))
+            groups = path.groups_of(begin // BLOCK_SIZE, end - begin)
+            result.append(BlockSpan(begin, end, path.origin_of(end), groups, parent))
     if producer is not None and has_base_tail(producer, num_tokens):
         position = producer.start // BLOCK_SIZE
         parent = first + position - 1 if position else None

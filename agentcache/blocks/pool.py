@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from agentcache.blocks.keys import FIRST_SEALED
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
@@ -97,7 +98,7 @@ class BlockPool:
 class BlockTable:
     """A request's slots in one group, from block number `first_block` on, the first in the window.
 
-    -1 stands for a block without slot: not loaded yet, or appended when full (`Holds.OPEN`).
+    -1 stands for a block without slot: not loaded yet, or sealed (`Holds.OPEN`).
     """
 
     block_ids: list[int] = field(default_factory=list)
@@ -120,15 +121,30 @@ class BlockTable:
     def block_id(self, position: int) -> int:
         return self.block_ids[position - self.first_block]
 
+    def slots_of(self, positions: Iterable[int]) -> list[int]:
+        """Slots of these blocks; -1 for one without."""
+        return [self.block_id(position) if self.has(position) else -1 for position in positions]
+
     def replace(self, position: int, block_id: int) -> None:
         self.block_ids[position - self.first_block] = block_id
 
     def drop_before(self, position: int) -> list[int]:
+        """Remove blocks before block number `position`; return their slots."""
         count = min(max(0, position - self.first_block), len(self.block_ids))
         dropped = self.block_ids[:count]
         del self.block_ids[:count]
         self.first_block += count
         return dropped
+
+    def clear(self, begin: int, end: int) -> list[int]:
+        """Remove the slots of blocks `begin … end - 1`, which stay in the table; return them, with -1 if none."""
+        first = max(begin, self.first_block)
+        span = slice(first - self.first_block, max(first, end) - self.first_block)
+        cleared = self.block_ids[span]
+        if max(cleared, default=-1) < 0:  # for speed
+            return []
+        self.block_ids[span] = [-1] * len(cleared)
+        return [-1] * (first - begin) + cleared
 
 
 @dataclass(frozen=True)
@@ -145,15 +161,21 @@ class Holds(StrEnum):
     """Which blocks a group holds. An `OPEN` group directly follows its partner, a `FULL` one of the same layers."""
 
     ALL = "all"
-    FULL = "full"
-    OPEN = "open"  # partly filled ones
+    FULL = "full"  # sealed ones (`is_sealed`)
+    OPEN = "open"  # others: partly filled ones, and block 0
 
-    def has(self, *, is_full: bool) -> bool:
-        return self is not (Holds.OPEN if is_full else Holds.FULL)
+    def has(self, *, is_sealed: bool) -> bool:
+        return self is not (Holds.OPEN if is_sealed else Holds.FULL)
+
+    def of_full_blocks(self, first: int) -> slice:
+        """Which of a path's full blocks, from block number `first` on, the group holds."""
+        if self is Holds.ALL:
+            return slice(first, None)
+        return slice(max(first, FIRST_SEALED), None) if self is Holds.FULL else slice(first, FIRST_SEALED)
 
 
 def full_partner(index: int) -> int:
-    """Group of an OPEN group's full blocks, from which these are reopened."""
+    """Group of an OPEN group's sealed blocks, from which these are reopened."""
     return index - 1
 
 
@@ -184,6 +206,14 @@ class Group(Protocol):
     def bytes_per_block(self) -> int: ...
 
     def first_block_needed(self, num_tokens: int) -> int: ...
+
+
+G = TypeVar("G", bound=Group)
+
+
+def window_group(groups: Sequence[G], index: int) -> G:
+    """Group with the window of the layers of group `index`."""
+    return groups[full_partner(index) if groups[index].holds is Holds.OPEN else index]
 
 
 def holds_of(groups: Iterable[Group]) -> tuple[Holds, ...]:

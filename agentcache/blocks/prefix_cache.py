@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from agentcache.api.stats import BASE
 from agentcache.blocks.allocator import BlockAllocator, EvictionOrder
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock, check_sequences
-from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED, KVOrigin
 from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.open_blocks import OpenBlocks
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
@@ -74,7 +74,7 @@ class PrefixCache:
     def in_ram(self, prefix: Cached) -> bool:
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
-        return all(path.is_in_ram(index, self.groups[index]) for path in prefix.paths for index in path.groups)
+        return all(path.is_in_ram(index, self.groups) for path in prefix.paths for index in path.groups)
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
         """Return block tables filled with `prefix`. Raises OutOfBlocks."""
@@ -129,7 +129,7 @@ class PrefixCache:
     def reserve(self, sequence: BlockTables, num_tokens: int) -> None:
         """Allocate slots for `num_tokens` more. Raises OutOfBlocks, keeping those it got.
 
-        Groups of full and of open blocks both get one for each block: the step may seal it.
+        Groups of sealed and of open blocks both get one for each block that the step may seal.
         """
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index, table in enumerate(sequence.tables):
@@ -174,12 +174,14 @@ class PrefixCache:
                 self._leave_window(sequence, path, index, read_from)
 
     def _leave_window(self, sequence: BlockTables, path: OriginPath, index: int, read_from: int | None) -> None:
-        num_tokens = sequence.num_tokens
-        if read_from is not None and index not in self.open_blocks:  # sealed blocks are read when full
-            num_tokens = min(num_tokens, read_from)
-        table = sequence.tables[index]
-        start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
-        for node, block_id in zip(path.nodes[start:], table.drop_before(needed), strict=False):
+        table, num_tokens = sequence.tables[index], sequence.num_tokens
+        reader = num_tokens if read_from is None else min(num_tokens, read_from)
+        if self.open_blocks.keeps_first(index, reader):
+            start, dropped = FIRST_SEALED, table.clear(FIRST_SEALED, num_tokens // BLOCK_SIZE)
+        else:
+            end = num_tokens if index in self.open_blocks else reader  # sealed blocks are not read in open groups
+            start, dropped = table.first_block, table.drop_before(self.groups[index].first_block_needed(end))
+        for node, block_id in zip(path.nodes[start:], dropped, strict=False):
             if block_id < 0:
                 continue
             self.slots.pools[index].release(block_id)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, chain_key
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, chain_key, is_sealed
 from agentcache.errors import BrokenInvariant
 
 BYTES_PER_TOKEN = 4
@@ -87,6 +87,10 @@ class Node:
     @property
     def is_full(self) -> bool:
         return self.num_tokens == BLOCK_SIZE
+
+    @property
+    def is_sealed(self) -> bool:
+        return is_sealed(self.position, self.num_tokens)
 
     @property
     def end(self) -> int:

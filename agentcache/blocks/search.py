@@ -14,7 +14,7 @@ from itertools import takewhile
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.origin_paths import PathLayout, lay_out, state_layout
-from agentcache.blocks.pool import Group, Holds, full_partner, holds_of
+from agentcache.blocks.pool import Group, Holds, full_partner, holds_of, window_group
 from agentcache.blocks.radix_tree import BYTES_PER_TOKEN, Nearest, Node, RadixTree, pack
 from agentcache.blocks.snapshots import Snapshots, whole_blocks
 from agentcache.errors import BrokenInvariant
@@ -58,29 +58,27 @@ class CachedPath:
     def num_tokens(self) -> int:
         return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
 
-    def first_block_read(self, group: Group) -> int:
-        return _first_block_read(group, self.num_tokens, self.read_from)
-
-    def nodes_read(self, index: int, group: Group) -> tuple[Node, ...]:
+    def nodes_read(self, index: int, groups: Sequence[Group]) -> tuple[Node, ...]:
         """Full blocks with slots in group `index`."""
-        return () if group.holds is Holds.OPEN else self.nodes[self.first_block_read(group) :]
+        first = _first_block_read(window_group(groups, index), self.num_tokens, self.read_from)
+        return self.nodes[groups[index].holds.of_full_blocks(first)]
 
     def tail_source(self, index: int) -> int | None:
         """Group that has the tail's data for group `index`; None without a tail, or if it holds none."""
         holds = self.layout.holds_in(index)
-        if self.tail is None or not holds.has(is_full=False):
+        if self.tail is None or not holds.has(is_sealed=False):
             return None
         return full_partner(index) if self.reopens(index) else index
 
     def reopens(self, index: int) -> bool:
-        """Whether group `index` gets the tail from a full block of its partner."""
-        return self.layout.holds_in(index) is Holds.OPEN and self.tail is not None and self.tail.is_full
+        """Whether group `index` gets the tail from a sealed block of its partner."""
+        return self.layout.holds_in(index) is Holds.OPEN and self.tail is not None and self.tail.is_sealed
 
-    def is_in_ram(self, index: int, group: Group) -> bool:
+    def is_in_ram(self, index: int, groups: Sequence[Group]) -> bool:
         source = self.tail_source(index)
         if self.tail is not None and source is not None and source not in self.tail.block_ids:
             return False
-        return all(index in node.block_ids for node in self.nodes_read(index, group))
+        return all(index in node.block_ids for node in self.nodes_read(index, groups))
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
@@ -148,11 +146,15 @@ class PathFinder:
         self._packed = packed
         self._layout = layout
         self._least = least
-        self._full, self._tail = frozenset(layout.full_groups), frozenset(layout.tail_groups)
-        self._windows = {index: groups[index] for index in layout.full_groups if groups[index].window is not None}
-        # Later tokens read all blocks of full attention.
-        usable = partial(_has, self._full - self._windows.keys())
-        self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
+        self._groups = groups
+        self._sealed, self._open = frozenset(layout.sealed_groups), frozenset(layout.open_groups)
+        self._windows = [index for index in layout.groups if window_group(groups, index).window is not None]
+        self._nodes = tree.match_prefix(root, packed, self._unwindowed(), layout.origin_of)
+
+    def _unwindowed(self) -> Callable[[Node], bool]:
+        """Whether a full block is there in groups of full attention, where later tokens read all blocks."""
+        sealed, others = self._sealed.difference(self._windows), self._open.difference(self._windows)
+        return lambda node: node.all_available(sealed if node.is_sealed else others)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
         """Longest prefix in tokens; `read_from` as in `CachedPath`."""
@@ -164,8 +166,9 @@ class PathFinder:
         return count * BLOCK_SIZE + self._tails(count, limit).num_tokens
 
     def _in_window(self, index: int, read_from: int | None, limit: int) -> int:
-        first = _first_block_read(self._windows[index], limit, read_from)
-        blocks = reversed(range(first, min(len(self._nodes), limit // BLOCK_SIZE)))
+        first = _first_block_read(window_group(self._groups, index), limit, read_from)
+        full = range(min(len(self._nodes), limit // BLOCK_SIZE))
+        blocks = reversed(full[self._groups[index].holds.of_full_blocks(first)])
         missing = next((at for at in blocks if not self._nodes[at].available(index)), None)
         # A sibling may have the missing block's first tokens.
         return limit if missing is None else (missing + 1) * BLOCK_SIZE - 1
@@ -192,11 +195,11 @@ class PathFinder:
         return nearest
 
     def _is_usable(self, node: Node) -> bool:
-        """Whether the node's first tokens can be read: of a full one, open groups get them from their partners."""
-        return _has(self._groups_of(node), node)
+        """Whether the node's first tokens can be read: of a sealed one, open groups get them from their partners."""
+        return node.all_available(self._groups_of(node))
 
     def _groups_of(self, node: Node) -> frozenset[int]:
-        return self._full if node.is_full else self._tail
+        return self._sealed if node.is_sealed else self._open
 
     def path(self, num_tokens: int, read_from: int | None = None) -> CachedPath:
         """Return the blocks of an answer of `longest`."""
@@ -208,12 +211,12 @@ class PathFinder:
     def _cost(self, tail: Node) -> tuple[int, bool]:
         """Files to read; whether groups are reopened."""
         missing = self._groups_of(tail) - tail.block_ids.keys()
-        return len(missing), tail.is_full and self._full != self._tail
+        return len(missing), tail.is_sealed and self._sealed != self._open
 
     def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
         """Full blocks after `num_tokens`; if `durable`, up to the first without a window's block."""
         nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
-        return takewhile(partial(_has, self._full), nodes) if durable else nodes
+        return takewhile(self._is_usable, nodes) if durable else nodes
 
 
 class CheckpointFinder:
@@ -310,10 +313,6 @@ def match_hidden_states(
     if not names:
         return cached
     return replace(cached, paths=(longer, *cached.paths[1:]), hidden_states=CachedHiddenStates(first, names))
-
-
-def _has(groups: frozenset[int], node: Node) -> bool:
-    return node.all_available(groups)
 
 
 def _first_block_read(group: Group, num_tokens: int, read_from: int | None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.origin_paths import base_tail_groups
 from agentcache.blocks.pool import BlockTable, Copy, Holds, Slots, holds_of
 from agentcache.blocks.radix_tree import Node, RadixTree, pack
@@ -36,16 +36,14 @@ def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocat
 
 def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
     for index in path.groups:
-        table, group = sequence.tables[index], slots.groups[index]
-        if group.holds is Holds.OPEN:
-            table.first_block = len(path.nodes)
-            continue
-        table.first_block = min(path.first_block_read(group), len(path.nodes))
-        for node in path.nodes[table.first_block :]:
-            block_id = node.block_ids.get(index, -1)
-            if block_id >= 0:
-                slots.pools[index].retain(block_id)
-            table.block_ids.append(block_id)
+        table, read = sequence.tables[index], path.nodes_read(index, slots.groups)
+        table.first_block = read[0].position if read else len(path.nodes)
+        if slots.groups[index].holds is Holds.FULL:
+            table.first_block = max(FIRST_SEALED, table.first_block)
+        table.block_ids = [node.block_ids.get(index, -1) for node in read]
+        for block_id in table.slots:
+            slots.pools[index].retain(block_id)
+        table.block_ids += [-1] * (len(path.nodes) - table.end_block)  # sealed blocks, in an open group
 
 
 def _tail_slots(path: CachedPath) -> list[tuple[int, int]]:
@@ -56,7 +54,7 @@ def _tail_slots(path: CachedPath) -> list[tuple[int, int]]:
 
 def _allocate_absent(sequence: BlockTables, path: CachedPath, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
-    for node in path.nodes_read(index, allocator.slots.groups[index]):
+    for node in path.nodes_read(index, allocator.slots.groups):
         if table.block_id(node.position) < 0:
             table.replace(node.position, allocator.allocate(index))
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
@@ -126,6 +124,8 @@ def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> 
 
 def _append_slot(slots: Slots, index: int, table: BlockTable, position: int, block_id: int) -> None:
     """Set the slot of the block after the request's end; -1 for none."""
+    if position < table.first_block:  # block 0, in a group of sealed ones
+        return
     if block_id >= 0:
         slots.pools[index].retain(block_id)
     if table.has_slot(position):
@@ -174,7 +174,7 @@ class Publisher:
     def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
         """List base's part of the block where the adapter starts: of all paths, in the request's own slots.
 
-        Not in an open group that has sealed the block since.
+        Not in an open group whose slot of the block has been dropped since.
         """
         assert sequence.producer is not None
         start = sequence.producer.start

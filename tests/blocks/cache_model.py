@@ -38,10 +38,23 @@ def pair(name: str, window: int | None = None, full_bytes: int = 1, open_bytes: 
     )
 
 
-def groups_of(groups: Groups, num_tokens: int) -> list[int]:
-    """Groups that hold a block of `num_tokens`."""
-    other = Holds.OPEN if num_tokens == BLOCK_SIZE else Holds.FULL
+def groups_of(groups: Groups, begin: int, end: int) -> list[int]:
+    """Groups that hold the block of tokens `begin … end-1`: the first one stays open when it is full."""
+    other = Holds.OPEN if begin > 0 and end - begin == BLOCK_SIZE else Holds.FULL
     return [index for index, group in enumerate(groups) if group.holds != other]
+
+
+def first_needed(groups: Sequence[Group], index: int, num_tokens: int) -> int:
+    """First block that the token at position `num_tokens` reads in any form, by the layers of a group."""
+    return groups[index - (groups[index].holds is Holds.OPEN)].first_block_needed(num_tokens)
+
+
+def needed_slots(groups: Sequence[Group], index: int, num_tokens: int) -> list[int]:
+    """Blocks before the token at position `num_tokens` that it reads from a group: by the rule, one by one."""
+    own, kept = num_tokens // BLOCK_SIZE, range(first_needed(groups, index, num_tokens), -(-num_tokens // BLOCK_SIZE))
+    in_open = [position for position in kept if position in (0, own)]
+    by_group = {Holds.ALL: list(kept), Holds.OPEN: in_open, Holds.FULL: [at for at in kept if at not in in_open]}
+    return by_group[groups[index].holds]
 
 
 def last_layers(groups: Sequence[Group]) -> int:
@@ -209,10 +222,13 @@ class Reference:
     def needed(self, path: list[Node], index: int, first: int, length: int) -> list[tuple[Node, int]]:
         """Nodes that a group reads, each with its source group: the full partner of a reopened block."""
         group, count = self._groups[index], length // BLOCK_SIZE
-        if group.holds is Holds.OPEN:
-            return [(node, index - 1 if node.is_full else index) for node in path[count:]]
-        end = count if group.holds is Holds.FULL else len(path)
-        return [(node, index) for node in path[group.first_block_needed(first) : end]]
+        read = path[first_needed(self._groups, index, first) :]
+        if group.holds is Holds.ALL:
+            return [(node, index) for node in read]
+        if group.holds is Holds.FULL:
+            return [(node, index) for node in read if 0 < node.position < count]
+        in_open = [node for node in path if node.position >= count or (node.position == 0 and node in read)]
+        return [(node, index - 1 if node.is_full and node.position else index) for node in in_open]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

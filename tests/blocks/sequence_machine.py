@@ -9,7 +9,7 @@ from itertools import chain
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from agentcache.blocks.allocator import window_blocks
+from agentcache.blocks.allocator import most_blocks
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
@@ -17,7 +17,7 @@ from agentcache.blocks.pool import Holds, holds_of
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import Cached
 from agentcache.errors import OutOfBlocks
-from tests.blocks.cache_model import Places, Reference, groups_of, last_layers
+from tests.blocks.cache_model import Places, Reference, first_needed, groups_of, last_layers
 from tests.blocks.watched_cache import Running, TracedCache, Write
 
 ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
@@ -187,9 +187,9 @@ class SequenceMachine(TracedCache):
         """Each group's part of every block that was filled, once; and the base tail with the producer's first token."""
         end, producer = sequence.num_tokens, sequence.producer
         filled = [n for n in range(BLOCK_SIZE, end + 1, BLOCK_SIZE) if n > end - added]
-        expected = Counter((n, index) for n in filled for index in groups_of(self.groups, BLOCK_SIZE))
+        expected = Counter((n, index) for n in filled for index in groups_of(self.groups, n - BLOCK_SIZE, n))
         if producer and producer.start % BLOCK_SIZE and end - added <= producer.start < end:
-            expected.update((producer.start, index) for index in groups_of(self.groups, 1))
+            expected.update((producer.start, index) for index in groups_of(self.groups, 0, 1))
             tail, computed = published[-1], self.computed_groups(sequence)
             assert all(
                 tail.node.available(index) or index in tail.node.pending for index in tail.groups if index in computed
@@ -218,15 +218,18 @@ class SequenceMachine(TracedCache):
             return False
 
     def check_open_slots(self, running: Running, num_tokens: int) -> None:
-        """Each block that the step reaches has one; others only from a reservation that failed."""
+        """The first block and each that the step reaches have one; others only from a reservation that failed."""
         sequence = running.sequence
-        reached = range(sequence.num_tokens // BLOCK_SIZE, -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE))
+        end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index in self.computed_groups(sequence):
             table = sequence.tables[index]
             if self.groups[index].holds is Holds.OPEN:
+                first = first_needed(self.groups, index, sequence.num_tokens)
+                own = sequence.num_tokens // BLOCK_SIZE
+                expected = [at for at in range(first, end) if at == 0 or at >= own]
                 held = [position for position in range(table.first_block, table.end_block) if table.has_slot(position)]
-                assert held == list(reached) or (running.reserve_failed and set(held) >= set(reached))
-                assert running.reserve_failed or len(held) <= window_blocks(1, num_tokens)
+                assert held == expected or (running.reserve_failed and set(held) >= set(expected))
+                assert running.reserve_failed or len(held) <= (most_blocks(self.groups[index], num_tokens) or 0)
 
     def compute(self, sequence: BlockTables, tokens: list[int]) -> None:
         start = sequence.num_tokens
@@ -246,7 +249,7 @@ class SequenceMachine(TracedCache):
         return range(len(self.groups))
 
     def compute_open(self, sequence: BlockTables, index: int, places: Places) -> None:
-        """Write into the open slots, and seal filled blocks from there."""
+        """Write into the open slots, and seal filled blocks from there, but for the first one."""
         full, opened, start = sequence.tables[index - 1], sequence.tables[index], sequence.num_tokens
         first, last = start // BLOCK_SIZE, (len(places) - 1) // BLOCK_SIZE
         assert all(map(opened.has_slot, range(first, last + 1)))
@@ -254,7 +257,7 @@ class SequenceMachine(TracedCache):
             begin, end = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len(places))
             known, content = max(0, start - begin), self.arena.slot(index, opened.block_id(block))
             content[known : end - begin] = places[begin + known : end]
-            if end - begin == BLOCK_SIZE:
+            if end - begin == BLOCK_SIZE and block > 0:
                 self.arena.slot(index - 1, full.block_id(block))[:] = content
 
     @precondition(lambda self: self.state is not None and self.ready())
@@ -273,7 +276,8 @@ class SequenceMachine(TracedCache):
     def check_window(self, running: Running) -> None:
         for group, table in zip(self.groups, running.sequence.tables, strict=True):
             if group.window is not None and not running.reserve_failed:
-                assert len(table.block_ids) <= -(-group.window // BLOCK_SIZE) + 1
+                kept = table.slots if group.holds is Holds.OPEN else table.block_ids
+                assert len(kept) <= -(-group.window // BLOCK_SIZE) + 1
 
     @precondition(lambda self: self.ready())
     @rule(which=PICK, back=st.sampled_from([0, 0, 0, 1, 7, 300]), save=st.booleans())
@@ -285,7 +289,7 @@ class SequenceMachine(TracedCache):
         wanted = max(0, sequence.num_tokens - back)
         keep = self.cache.open_blocks.keepable(sequence, wanted)
         holds = holds_of(self.groups)
-        is_sealed = wanted // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
+        is_sealed = 0 < wanted // BLOCK_SIZE < sequence.num_tokens // BLOCK_SIZE
         assert keep == (wanted - wanted % BLOCK_SIZE if holds and is_sealed else wanted)
         if self.state is not None and not back:
             self.snap(running)
@@ -295,7 +299,8 @@ class SequenceMachine(TracedCache):
         layout = spans(keep, sequence.producer, len(self.groups), has_state=self.state is not None, holds=holds)
         assert [block.node.chain for block in blocks] == chain_keys(sequence.root, sequence.token_ids, layout)
         assert [block.groups for block in blocks] == [span.groups for span in layout]
-        assert all(set(block.groups) <= set(groups_of(self.groups, block.node.num_tokens)) for block in blocks)
+        for span, block in zip(layout, blocks, strict=True):
+            assert set(block.groups) <= set(groups_of(self.groups, span.begin, span.end))
         assert sequence.closed
         if save:
             self.save_blocks(blocks)

@@ -1,11 +1,14 @@
-"""Groups of full and of open blocks: random use, beside a model of what slots and files hold, and each case alone."""
+"""Groups of sealed and of open blocks: random use, beside a model of what slots and files hold, and each case alone.
+
+The first block is never sealed.
+"""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import settings
 
-from agentcache.blocks.allocator import blocks_of, min_blocks, window_blocks, windows_bytes
+from agentcache.blocks.allocator import blocks_of, min_blocks, most_blocks, windows_bytes
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
@@ -106,13 +109,13 @@ def test_each_block_that_a_chunk_reaches_has_an_open_slot() -> None:
     cache = make_cache()
     sequence = start(cache, [])
     cache.reserve(sequence, 1000)
-    assert shape(sequence.tables[SEALED]) == (0, [True] * 4), "also of the open block"
+    assert shape(sequence.tables[SEALED]) == (1, [True] * 3), "also of the open block"
     assert shape(sequence.tables[OPEN]) == (0, [True] * 4), "the step reads the blocks that it fills in both forms"
     cache.advance(sequence, IDS)
     cache.leave_window(sequence)
-    assert shape(sequence.tables[OPEN]) == (3, [True])
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True])
     cache.reserve(sequence, 600)
-    assert shape(sequence.tables[OPEN]) == (3, [True] * 4)
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True, True, True, True])
     cache.abandon(sequence)
     cache.check_integrity()
     assert cache.count_blocks().live == 0
@@ -126,7 +129,7 @@ def test_a_smaller_step_uses_slots_of_a_larger_one() -> None:
     cache.reserve(sequence, 300)
     assert sequence.tables[OPEN].slots == slots
     cache.check_integrity()
-    assert cache.count_blocks().live == 4 + 4
+    assert cache.count_blocks().live == 3 + 4
 
 
 def test_a_step_behind_one_under_way_finds_its_open_block() -> None:
@@ -139,12 +142,13 @@ def test_a_step_behind_one_under_way_finds_its_open_block() -> None:
 
 def test_full_blocks_and_tails_are_found_in_their_groups() -> None:
     cache = make_cache()
-    *full, tail = run(cache, IDS[:600])
-    assert [set(block.node.block_ids) for block in (*full, tail)] == [{SEALED}, {SEALED}, {OPEN}]
-    assert [block.groups for block in (*full, tail)] == [(SEALED,), (SEALED,), (OPEN,)]
+    first, second, tail = run(cache, IDS[:600])
+    assert [set(block.node.block_ids) for block in (first, second, tail)] == [{OPEN}, {SEALED}, {OPEN}]
+    assert [block.groups for block in (first, second, tail)] == [(OPEN,), (SEALED,), (OPEN,)]
     sequence = start(cache, IDS[:600])
-    assert shape(sequence.tables[SEALED]) == (0, [True, True]), "nothing for the tail"
-    assert (sequence.tables[OPEN].first_block, sequence.tables[OPEN].block_ids) == (2, [tail.node.block_ids[OPEN]])
+    assert shape(sequence.tables[SEALED]) == (1, [True]), "nothing for the tail"
+    opened = [first.node.block_ids[OPEN], -1, tail.node.block_ids[OPEN]]
+    assert (sequence.tables[OPEN].first_block, sequence.tables[OPEN].block_ids) == (0, opened)
     assert not sequence.copies and not sequence.loads, "it is continued in place"
     assert cache.slots.evict(tail.node) is False
     cache.abandon(sequence)
@@ -152,13 +156,13 @@ def test_full_blocks_and_tails_are_found_in_their_groups() -> None:
     assert cache.match_prefix(ROOT, IDS[:600], 600).num_tokens == 512
 
 
-def test_part_of_a_full_block_is_reopened() -> None:
+def test_part_of_a_sealed_block_is_reopened() -> None:
     cache = make_cache()
     blocks = run(cache, IDS[:600])
     sequence = start(cache, IDS[:400])
-    source, [target] = blocks[1].node.block_ids[SEALED], sequence.tables[OPEN].block_ids
+    source, [_, target] = blocks[1].node.block_ids[SEALED], sequence.tables[OPEN].block_ids
     assert sequence.copies == [Copy(OPEN, source, target, reopens=True)]
-    assert shape(sequence.tables[SEALED]) == (0, [True]) and sequence.tables[OPEN].first_block == 1
+    assert shape(sequence.tables[SEALED]) == (1, []) and sequence.tables[OPEN].first_block == 0
     cache.reserve(sequence, 200)
     assert sequence.tables[SEALED].block_id(1) != source, "its own is sealed there"
     assert OPEN not in blocks[1].node.block_ids
@@ -166,7 +170,68 @@ def test_part_of_a_full_block_is_reopened() -> None:
     cache.check_integrity()
 
 
-def test_part_of_a_full_block_is_reopened_from_its_file() -> None:
+def test_part_of_the_first_block_is_copied_as_it_is() -> None:
+    cache = make_cache()
+    first, *_ = run(cache, IDS[:600])
+    sequence, other = start(cache, IDS[:100]), start(cache, [*IDS[:256], 5])
+    source, [target] = first.node.block_ids[OPEN], sequence.tables[OPEN].block_ids
+    assert sequence.copies == [Copy(OPEN, source, target)]
+    assert other.tables[OPEN].block_ids == [source] and not other.copies, "whole, it is shared"
+    grow(cache, sequence, [*IDS[:100], *[7] * 200])
+    blocks = cache.close(sequence)
+    assert [set(block.node.block_ids) for block in blocks] == [{OPEN}, {OPEN}]
+
+
+def test_part_of_the_first_block_is_read_from_its_file() -> None:
+    cache = make_cache()
+    first, *_ = run(cache, IDS[:600])
+    cache.mark_stored(first.node, OPEN)
+    cache.slots.drop(first.node, OPEN)
+    sequence = start(cache, IDS[:100])
+    [load] = sequence.loads
+    assert (load.source_group, load.group, load.num_tokens, load.reopens) == (OPEN, OPEN, 100, False)
+
+
+def test_the_first_block_stays_open_while_it_is_in_the_window() -> None:
+    cache = make_cache(*pair("window300.0", 300))
+    sequence = start(cache, [])
+    grow(cache, sequence, IDS[:554])
+    first = sequence.paths[0].nodes[0]
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, True]) and first.block_ids.keys() == {OPEN}
+    assert shape(sequence.tables[SEALED]) == (1, [True, True])
+    grow(cache, sequence, IDS[:555])
+    assert shape(sequence.tables[OPEN]) == (2, [True]) and not first.block_ids
+    assert shape(sequence.tables[SEALED]) == (1, [True, True])
+    grow(cache, sequence, IDS[:900])
+    assert shape(sequence.tables[OPEN]) == (3, [True])
+    cache.close(sequence)
+    assert shape(start(cache, IDS[:900]).tables[OPEN]) == (3, [True])
+
+
+def test_a_window_without_the_first_block_ends_before_it() -> None:
+    cache = make_cache(*pair("window300.0", 300))
+    first, second = (block.node for block in run(cache, IDS[:512]))
+    assert cache.match_prefix(ROOT, IDS, 512).num_tokens == 512
+    assert cache.slots.evict(second) and cache.slots.evict(first)
+    assert cache.match_prefix(ROOT, IDS, 512).num_tokens == 0
+    other = make_cache(*pair("window200.0", 200))
+    first, second = (block.node for block in run(other, IDS[:512]))
+    assert other.match_prefix(ROOT, IDS, 512).num_tokens == 512 and not first.block_ids
+
+
+def test_base_keeps_its_first_block_for_an_adapter_that_reads_it() -> None:
+    cache = make_cache(*pair("window300.0", 300))
+    sequence = start(cache, [])
+    cache.reserve(sequence, 900)
+    cache.advance(sequence, IDS[:900])
+    cache.leave_window(sequence, 554)
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True])
+    cache.leave_window(sequence, 555)
+    assert shape(sequence.tables[OPEN]) == (3, [True])
+    cache.check_integrity()
+
+
+def test_part_of_a_sealed_block_is_reopened_from_its_file() -> None:
     cache = make_cache()
     for block in run(cache, IDS[:600]):
         for index in tuple(block.node.block_ids):
@@ -177,26 +242,28 @@ def test_part_of_a_full_block_is_reopened_from_its_file() -> None:
     assert not cache.in_ram(prefix)
     sequence = cache.open(ROOT, prefix)
     [first, second] = sequence.loads
-    assert (first.source_group, first.group, first.num_tokens) == (SEALED, SEALED, 256)
+    assert (first.source_group, first.group, first.num_tokens, first.reopens) == (OPEN, OPEN, 256, False)
     assert (second.source_group, second.group, second.num_tokens, second.reopens) == (SEALED, OPEN, 144, True)
     for load in (first, second):
         cache.loaded(sequence, load)
-    assert [set(load.node.block_ids) for load in (first, second)] == [{SEALED}, set()], "a part is listed nowhere"
+    assert [set(load.node.block_ids) for load in (first, second)] == [{OPEN}, set()], "a part is listed nowhere"
     cache.check_integrity()
 
 
-def test_a_full_block_stays_until_it_is_reopened() -> None:
+def test_a_sealed_block_stays_until_it_is_reopened() -> None:
     """Though the slot of a block before it is wanted."""
     groups = pair("full")
     cache = make_cache(*groups, budget=sum(min_blocks(group) for group in groups))
-    first, second = (block.node for block in run(cache, IDS[:512]))
-    cache.mark_stored(first, SEALED)
-    cache.slots.drop(first, SEALED)
-    reader = start(cache, [5] * 768)
-    grow(cache, reader, [5] * 768)
+    first, second, third = (block.node for block in run(cache, IDS[:768]))
+    cache.mark_stored(first, OPEN)
+    cache.mark_stored(second, SEALED)
+    cache.slots.drop(second, SEALED)
+    reader = start(cache, [5] * 1024)
+    for end in (512, 768, 1024):
+        grow(cache, reader, [5] * end)
     with pytest.raises(OutOfBlocks):
-        start(cache, IDS[:400])
-    assert second.block_ids
+        start(cache, IDS[:700])
+    assert third.block_ids
     cache.check_integrity()
 
 
@@ -219,7 +286,7 @@ def test_an_open_slot_is_written_behind_its_tail_though_the_block_was_sealed() -
     run(cache, IDS[:512])
     sequence = start(cache, [*IDS[:300], 5])
     assert [copy.group for copy in sequence.copies] == [0]
-    assert sequence.tables[2].block_ids == [tail.block_ids[2]]
+    assert sequence.tables[2].block_ids[1:] == [tail.block_ids[2]]
     other = start(cache, [*IDS[:300], 6])
     assert [copy.group for copy in other.copies] == [0, 2], "while it is read, in no group"
     assert not any(copy.reopens for copy in other.copies)
@@ -229,8 +296,8 @@ def test_what_ends_in_a_sealed_block_is_not_kept() -> None:
     cache = make_cache()
     sequence = start(cache, IDS[:520])
     grow(cache, sequence, IDS[:520])
-    keepable = [cache.open_blocks.keepable(sequence, count) for count in (520, 513, 512, 511, 300, 256, 0)]
-    assert keepable == [520, 513, 512, 256, 256, 256, 0]
+    keepable = [cache.open_blocks.keepable(sequence, count) for count in (520, 513, 512, 511, 300, 256, 255, 1, 0)]
+    assert keepable == [520, 513, 512, 256, 256, 256, 255, 1, 0], "a part of the first block is there"
     with pytest.raises(BrokenInvariant, match="sealed"):
         cache.close(sequence, 511)
     assert [block.node.end for block in cache.close(sequence, 256)] == [256]
@@ -241,16 +308,28 @@ def test_what_ends_in_a_sealed_block_is_not_kept() -> None:
     assert alike.open_blocks.keepable(whole, 511) == 511
 
 
+def test_part_of_the_first_block_is_kept() -> None:
+    cache = make_cache()
+    sequence = start(cache, IDS[:520])
+    grow(cache, sequence, IDS[:520])
+    slot = sequence.tables[OPEN].block_ids[0]
+    [tail] = cache.close(sequence, 100)
+    assert (tail.node.end, tail.groups, tail.node.block_ids) == (100, (OPEN,), {OPEN: slot})
+    cache.check_integrity()
+
+
 def test_a_tail_is_shared_while_its_block_is_open() -> None:
     cache = make_cache()
     sequence = start(cache, IDS[:300])
     grow(cache, sequence, IDS[:300])
     cache.share_tail(sequence, 299)
     tail = next(node for node in cache.tree.walk() if not node.is_full)
-    assert tail.block_ids == {OPEN: sequence.tables[OPEN].block_ids[0]}
+    assert tail.block_ids == {OPEN: sequence.tables[OPEN].block_ids[1]}
     grow(cache, sequence, IDS[:512])
     cache.share_tail(sequence, 511)
     assert [node.end for node in cache.tree.walk() if not node.is_full] == [299], "nothing of the sealed block"
+    cache.share_tail(sequence, 99)
+    assert {node.end for node in cache.tree.walk() if not node.is_full} == {299, 99}
     other = start(cache, IDS[:511])
     assert other.num_tokens == 511 and [copy.reopens for copy in other.copies] == [True]
 
@@ -263,10 +342,24 @@ def test_base_tail_is_published_from_the_open_block(chunks: list[int]) -> None:
     [tail] = [block for block in published if not block.node.is_full]
     assert (tail.node.end, tail.groups, set(tail.node.block_ids)) == (300, (OPEN,), {OPEN})
     blocks = cache.close(sequence)
-    assert [block.groups for block in blocks] == [(SEALED,), (SEALED,), (OPEN,), (OPEN,)]
+    assert [block.groups for block in blocks] == [(OPEN,), (SEALED,), (OPEN,), (OPEN,)]
     layout = spans(600, origin, 2, holds=cache.holds)
     assert [block.groups for block in blocks] == [span.groups for span in layout]
     assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 300
+
+
+@pytest.mark.parametrize("chunks", [[100, 600], [600], [256, 600], [101, 300, 600]])
+def test_base_tail_in_the_first_block_is_in_its_slot(chunks: list[int]) -> None:
+    cache, origin = make_cache(), KVOrigin("a", 100, frozenset({SEALED, OPEN}))
+    sequence = start(cache, [], origin)
+    for end in chunks:
+        grow(cache, sequence, IDS[:end])
+    first, *_, tail = cache.close(sequence)
+    assert (tail.node.end, tail.groups) == (100, (OPEN,))
+    assert first.node.block_ids == tail.node.block_ids == {OPEN: first.node.block_ids[OPEN]}
+    sequence = start(cache, IDS, origin)
+    assert sequence.num_tokens == 600 and start(cache, IDS).num_tokens == 100
+    cache.check_integrity()
 
 
 def test_base_tail_of_a_block_sealed_in_one_chunk_stays_when_the_request_ends() -> None:
@@ -277,7 +370,7 @@ def test_base_tail_of_a_block_sealed_in_one_chunk_stays_when_the_request_ends() 
     *_, tail = cache.advance(sequence, IDS[:600])
     cache.leave_window(sequence)
     assert tail.node.block_ids == {OPEN: slots[1]}
-    assert shape(sequence.tables[OPEN]) == (2, [True]), "the tree alone has the slot now"
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, True]), "the tree alone has the slot now"
     cache.abandon(sequence)
     cache.check_integrity()
     assert cache.match_prefix(ROOT, IDS, 1000).num_tokens == 300
@@ -294,8 +387,8 @@ def test_a_published_block_is_appended_without_an_open_slot() -> None:
     cache.catch_up(second, IDS, 1000)
     cache.leave_window(second)
     assert second.num_tokens == 512
-    assert second.tables[SEALED].block_ids == first.tables[SEALED].block_ids[:2]
-    assert shape(second.tables[OPEN]) == (2, [])
+    assert second.tables[SEALED].block_ids == first.tables[SEALED].block_ids[:1]
+    assert second.tables[OPEN].block_ids == [first.tables[OPEN].block_ids[0], -1]
     grow(cache, second, IDS[:700])
     for sequence in (first, second):
         cache.close(sequence)
@@ -310,12 +403,12 @@ def test_base_ahead_of_residuals_has_open_slots_for_its_open_block_only() -> Non
     prefix = match_residual_kv(base.finder(ROOT, IDS), residuals.finder(ROOT, IDS), 1000)
     assert (prefix.num_tokens, prefix.own.num_tokens) == (700, 300)
     sequence = base.open(ROOT, prefix)
-    assert shape(sequence.tables[SEALED]) == (0, [True, True])
-    assert shape(sequence.tables[OPEN]) == (2, [True]), "though the adapter begins before it"
+    assert shape(sequence.tables[SEALED]) == (1, [True])
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, True]), "though the adapter begins before it"
     base.reserve(sequence, 300)
     base.advance(sequence, IDS[700:])
     base.leave_window(sequence, 600)
-    assert shape(sequence.tables[OPEN]) == (3, [True])
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True])
     base.check_integrity()
     base.close(sequence)
     base.check_integrity()
@@ -325,12 +418,18 @@ def test_open_blocks_have_an_account_of_their_own_and_a_bounded_need() -> None:
     groups = (FakeGroup("full.0", None, 3), *pair("full.1", None, 5, 7), *pair("window300.0", 300, 11, 13))
     cache = make_cache(*groups, budget=10_000)
     assert [account.kind for account in cache.ledger.accounts] == ["base.full", "base.open", "base.window300"]
-    assert [min_blocks(group) for group in groups] == [4, 4, 3, 4, 3]
+    assert [min_blocks(group) for group in groups] == [4, 4, 4, 4, 4]
     for at_once in (256, 4096):
         windows = [windows_bytes(groups[index : index + 1], at_once) for index in (2, 3)]
-        assert windows == [(1 + at_once // 256 + 1) * 7, (2 + at_once // 256 + 1) * 11]
-    assert [blocks_of(group, 5000) for group in groups] == [20, 20, 3, 4, 3]
-    assert cache.allocator.max_tokens() == (10_000 - 4 * 11 - 3 * (7 + 13)) // (3 + 5) * BLOCK_SIZE
+        assert windows == [(1 + at_once // 256 + 1 + 1) * 7, (2 + at_once // 256 + 1) * 11]
+    assert [blocks_of(group, 5000) for group in groups] == [20, 19, 4, 4, 4]
+    assert [[blocks_of(group, count) for group in groups[1:3]] for count in (0, 1, 256, 257)] == [
+        [0, 0],
+        [0, 1],
+        [0, 1],
+        [1, 2],
+    ]
+    assert cache.allocator.max_tokens() == (10_000 - 4 * 11 - 4 * (7 + 13)) // (3 + 5) * BLOCK_SIZE
     cache.allocator.preallocate(1000)
     assert [pool.capacity > 0 for pool in cache.slots.pools] == [True, True, False, True, False]
 
@@ -341,17 +440,19 @@ def test_room_counts_the_open_slots_of_a_step() -> None:
     grow(cache, sequence, IDS[:600])
     cache.reserve(sequence, 300)
     running = [Growth(sequence.tables, 5000)]
-    assert slots_needed(cache.allocator, SEALED, running) == 20
-    assert slots_needed(cache.allocator, OPEN, running) == window_blocks(1) == 3
-    assert slots_needed(cache.allocator, OPEN, running, cache.match_prefix(ROOT, IDS, 1000), 5000) == 6
-    assert cache.count_blocks().live == 4 + 2
+    prefix = cache.match_prefix(ROOT, IDS, 1000)
+    assert slots_needed(cache.allocator, SEALED, running) == 19
+    assert slots_needed(cache.allocator, SEALED, running, prefix, 5000) == 19 + 18
+    assert slots_needed(cache.allocator, OPEN, running) == most_blocks(cache.groups[OPEN]) == 4
+    assert slots_needed(cache.allocator, OPEN, running, prefix, 5000) == 4 + 3, "they share the first block"
+    assert cache.count_blocks().live == 3 + 3
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 255, 256, 257, 1024])
 def test_a_chunk_takes_no_more_open_slots_than_its_bytes_are_counted_with(at_once: int) -> None:
     """Wherever chunks begin, and with the token that is decoded ahead of the last one's end."""
-    cache, most = make_cache(), 0
-    for begin in (0, 1, 100, 255):
+    cache, most, bound = make_cache(), 0, most_blocks(pair("full")[OPEN], at_once)
+    for begin in (0, 1, 100, 255, 511):
         sequence = start(cache, [])
         for step in (begin, *[at_once] * (2 + 600 // at_once)):
             cache.reserve(sequence, step + (step > 0))
@@ -359,7 +460,7 @@ def test_a_chunk_takes_no_more_open_slots_than_its_bytes_are_counted_with(at_onc
             cache.advance(sequence, [begin] * step)
             cache.leave_window(sequence)
         cache.abandon(sequence)
-    assert window_blocks(1, at_once) - 1 <= most <= window_blocks(1, at_once)
+    assert bound is not None and bound - 1 <= most <= bound
 
 
 def test_a_request_goes_on_where_only_the_floor_of_open_slots_is_left() -> None:

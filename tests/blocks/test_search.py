@@ -15,6 +15,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.pool import Group
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.search import longest_common, match_hidden_states, match_residual_kv
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_model import FakeGroup, Groups, Reference, groups_of, last_layers, pair
@@ -153,6 +154,10 @@ def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
         assert answers == [finder.longest(n) for n in answers]
 
 
+def full_groups(groups: Groups, node: Node) -> frozenset[int]:
+    return frozenset(groups_of(groups, node.position * BLOCK_SIZE, node.end))
+
+
 KINDS = [((FULL, FULL), FULL), ((FULL, FULL), SLIDING), ((FULL, SLIDING), SLIDING)]
 PAIRED = [(PAIR, FULL), ((*PAIR, SLIDING), SLIDING), (pair("window", 300), SLIDING)]
 
@@ -201,7 +206,6 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
             continue
         cached = match_hidden_states(prefix, finder, limit, hidden_states, CUT, durable=durable)
         first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.paths[0].groups)
-        of_full = below.intersection(groups_of(groups, BLOCK_SIZE))
         most = max(
             (
                 len(path)
@@ -209,7 +213,7 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
                 for path in rules.paths(BASE, tokens[: count * BLOCK_SIZE], None)
                 if rules.has(path, below, count * BLOCK_SIZE)
                 and all(hidden_states.match([HiddenStateKey(node.chain, CUT)]) for node in path[first:])
-                and (not durable or all(node.all_available(of_full) for node in path[first:]))
+                and (not durable or all(node.all_available(below & full_groups(groups, node)) for node in path[first:]))
             ),
             default=first,
         )

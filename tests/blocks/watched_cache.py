@@ -12,7 +12,17 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.pool import Holds
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from tests.blocks.cache_model import Arena, FakeGroup, Groups, Places, groups_of, last_layers, text_in
+from tests.blocks.cache_model import (
+    Arena,
+    FakeGroup,
+    Groups,
+    Places,
+    first_needed,
+    groups_of,
+    last_layers,
+    needed_slots,
+    text_in,
+)
 
 
 @dataclass(eq=False)
@@ -88,7 +98,7 @@ class TracedCache(RuleBasedStateMachine):
     def groups_hold_their_kind_of_blocks(self) -> None:
         for node in self.nodes():
             held = {*node.block_ids, *node.stored, *node.pending} - {len(self.groups)}
-            assert held <= set(groups_of(self.groups, node.num_tokens))
+            assert held <= set(groups_of(self.groups, node.position * BLOCK_SIZE, node.end))
 
     @invariant()
     def groups_below_an_adapter_hold_nothing_of_its_own(self) -> None:
@@ -103,7 +113,6 @@ class TracedCache(RuleBasedStateMachine):
             absent = {(load.group, load.block_id) for load in (*running.failed, *(load for load, _ in running.loads))}
             for index, table in enumerate(sequence.tables):
                 places = self.places(sequence, index)
-                assert table.first_block <= self.groups[index].first_block_needed(self.next_computed(running, index))
                 self.check_coverage(sequence, index, max(sequence.num_tokens, self.next_computed(running, index)))
                 for position, block_id in enumerate(table.block_ids, start=table.first_block):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
@@ -112,15 +121,17 @@ class TracedCache(RuleBasedStateMachine):
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
 
     def check_coverage(self, sequence: BlockTables, index: int, end: int) -> None:
-        """The table has a slot for each block that is read, and no other one before `end`."""
-        table = sequence.tables[index]
-        kept = range(table.first_block, end // BLOCK_SIZE)  # whole blocks
-        if self.groups[index].holds is Holds.OPEN:
-            assert not any(map(table.has_slot, kept))
-        else:
-            assert all(map(table.has_slot, kept)) and table.end_block >= end // BLOCK_SIZE
-        if end % BLOCK_SIZE and self.groups[index].holds is not Holds.FULL:
-            assert table.has_slot(end // BLOCK_SIZE)
+        """The table has a slot for each block that is read, and no other one before `end`, but of wider windows."""
+        table, needed = sequence.tables[index], needed_slots(self.groups, index, end)
+        assert all(map(table.has_slot, needed))
+        first = first_needed(self.groups, index, end)
+        held = [position for position in range(first, -(-end // BLOCK_SIZE)) if table.has_slot(position)]
+        is_reserved = self.groups[index].holds is Holds.FULL and end % BLOCK_SIZE  # to be sealed there
+        assert [position for position in held if not is_reserved or position < end // BLOCK_SIZE] == needed
+        if self.groups[index].holds is not Holds.OPEN:
+            assert all(map(table.has_slot, range(table.first_block, end // BLOCK_SIZE)))
+        if self.groups[index].holds is Holds.FULL:
+            assert table.first_block >= 1, "the first block is never sealed"
 
     def held_by(self, node: Node, index: int) -> Places:
         """What a file of the node, or its snapshot, has to hold."""

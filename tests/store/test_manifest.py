@@ -95,13 +95,13 @@ def test_snapshots_that_are_none_are_rejected(snapshot: Any) -> None:
         decode_manifest(_signed(fields))
 
 
-def test_groups_of_full_and_open_blocks_name_their_own_blocks() -> None:
+def test_groups_of_sealed_and_open_blocks_name_their_own_blocks() -> None:
     fields = json.loads(encode_manifest(PAIRED))["caches"][0]
     assert fields["holds"] == ["all", "full", "open"]
-    assert [span.groups for span in PAIRED_CACHE.spans()] == [(0, 1), (0, 1), (0, 2)]
+    assert [span.groups for span in PAIRED_CACHE.spans()] == [(0, 2), (0, 1), (0, 2)], "block 0 is not sealed"
     assert len(set(PAIRED_CACHE.block_keys("xyz"))) == 6
     origin = replace(PAIRED_CACHE, producer=save_origin(ORIGIN, GROUPS))
-    assert [span.groups for span in origin.spans()] == [(0,), (0,), (0,), (1,), (1,), (2,), (0, 2)]
+    assert [span.groups for span in origin.spans()] == [(0,), (0,), (0,), (2,), (1,), (2,), (0, 2)]
 
 
 def test_a_manifest_whose_groups_hold_all_blocks_does_not_say_so() -> None:
