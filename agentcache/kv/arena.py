@@ -351,6 +351,13 @@ class SideArena:
         """This arena, and that of open blocks if there is one."""
         return [self] if self.open is None else [self, self.open]
 
+    def form(self, *, is_open: bool) -> SideArena:
+        """This arena, or that of open blocks."""
+        if not is_open:
+            return self
+        assert self.open is not None
+        return self.open
+
     def blocks(self, block_ids: mx.array) -> mx.array:
         """Values of blocks, float32 [n, H, 256, D]."""
         return dequantise(self.gather(block_ids), self.quantisation, mx.float32)

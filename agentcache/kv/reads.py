@@ -10,32 +10,35 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 
 
-class RaggedBlocks:
-    """Blocks of non-empty rows: those of all rows in slots `ids`, then each row's open block.
+class OpenBlock(NamedTuple):
+    """Slot of a block in its open form, and its first position."""
 
-    `starts`: first position of each of `ids`; `open_slots`: by row, with first positions `open_starts`, or -1.
+    slot: int
+    start: int
+
+
+class RaggedBlocks:
+    """Blocks of non-empty rows: those of all rows in slots `ids`, then each row's blocks in their open form.
+
+    `starts`: first position of each of `ids`; `opened`: by row.
     """
 
     def __init__(
-        self,
-        ids: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        open_slots: Sequence[int] = (),
-        open_starts: Sequence[int] = (),
+        self, ids: Sequence[Sequence[int]], starts: Sequence[int], opened: Sequence[Sequence[OpenBlock]] = ()
     ) -> None:
-        with_open = [row for row, slot in enumerate(open_slots) if slot >= 0]
-        rows = [row for row, blocks in enumerate(ids) for _ in blocks] + with_open
+        in_open = [(row, block) for row, blocks in enumerate(opened) for block in blocks]
+        rows = [row for row, blocks in enumerate(ids) for _ in blocks] + [row for row, _ in in_open]
         self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
-        self.open_ids = mx.array([open_slots[row] for row in with_open], dtype=mx.int32) if with_open else None
-        self.starts = [*starts, *(open_starts[row] for row in with_open)]
+        self.open_ids = mx.array([block.slot for _, block in in_open], dtype=mx.int32) if in_open else None
+        self.starts = [*starts, *(block.start for _, block in in_open)]
         self.rows = mx.array(rows, dtype=mx.int32)
-        self._counts = [rows.count(row) for row in range(len(ids))] if with_open else [len(row) for row in ids]
-        self._places = rows if with_open else None
+        self._counts = [rows.count(row) for row in range(len(ids))] if in_open else [len(row) for row in ids]
+        self._places = rows if in_open else None
 
     @cached_property
     def _indices(self) -> mx.array:
@@ -82,8 +85,9 @@ class RowReads:
     Args:
         open_slots: of the blocks that the step's tokens are in, if open blocks have slots of their own; -1 for a block
             that is read when full.
-        first_slot: of block 0 among open blocks, if queries of later blocks read it; then `base` is at least 256.
-            Else -1.
+        first_slot: of block 0 among open blocks, if queries of later blocks read it; else -1.
+
+    `base` is at least 256 if open blocks have slots of their own.
     """
 
     block_ids: Sequence[int]
@@ -100,6 +104,19 @@ class RowReads:
         return self.block_ids[block - self.base // BLOCK_SIZE], False
 
 
+class Part(NamedTuple):
+    """Neighbouring blocks of one row in one form: in slots `ids`, int32 [n], from position `start` on.
+
+    `span`: their places in `BlockReads.blocks`.
+    """
+
+    ids: mx.array
+    span: slice
+    start: int
+    num_tokens: int
+    is_open: bool = False
+
+
 class BlockReads:
     """Blocks that rows read for `num_tokens` tokens each.
 
@@ -107,6 +124,7 @@ class BlockReads:
         ids: slots by row, from block number `firsts` on.
         lengths: tokens of each row before these.
         open_slots: slot of each row's open block, which holds the tokens, or -1; empty if open blocks are among `ids`.
+        first_slots: as `RowReads.first_slot`, by row; empty if block 0 is among `ids`.
 
     `begins_early`: the device may start before the step is built; not if the step assigns to an arena.
     """
@@ -119,6 +137,7 @@ class BlockReads:
         num_tokens: int,
         window: int | None,
         open_slots: Sequence[int] = (),
+        first_slots: Sequence[int] = (),
     ) -> None:
         self.num_tokens = num_tokens
         self.window = window
@@ -128,11 +147,7 @@ class BlockReads:
         self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
         self.begins_early = False
         self._open = open_slots
-
-    @property
-    def open_end(self) -> int:
-        """Tokens before a single row's open block, from `key_start` on."""
-        return self._lengths[0] // BLOCK_SIZE * BLOCK_SIZE - self.key_start
+        self._first_slots = first_slots or [-1] * len(ids)
 
     @property
     def batch_size(self) -> int:
@@ -140,8 +155,8 @@ class BlockReads:
 
     @property
     def rows(self) -> list[RowReads]:
-        rows = zip(self._ids, self._firsts, self._lengths, self._slots_by_row, strict=True)
-        return [RowReads(ids, first * BLOCK_SIZE, length, slots) for ids, first, length, slots in rows]
+        rows = zip(self._ids, self._firsts, self._lengths, self._slots_by_row, self._first_slots, strict=True)
+        return [RowReads(ids, first * BLOCK_SIZE, *others) for ids, first, *others in rows]
 
     @property
     def _slots_by_row(self) -> Sequence[Sequence[int]]:
@@ -162,8 +177,28 @@ class BlockReads:
     def blocks(self) -> RaggedBlocks:
         rows = zip(self._firsts, self._ids, strict=True)
         starts = [(first + i) * BLOCK_SIZE for first, ids in rows for i in range(len(ids))]
-        open_starts = [length // BLOCK_SIZE * BLOCK_SIZE for length in self._lengths]
-        return RaggedBlocks(self._ids, starts, self._open, open_starts)
+        return RaggedBlocks(self._ids, starts, self._opened)
+
+    @property
+    def _opened(self) -> list[list[OpenBlock]]:
+        """Blocks that each row reads in their open form: block 0, then its own."""
+        made = []
+        for first, own, length in zip(self._first_slots, self._open, self._lengths, strict=False):
+            blocks = OpenBlock(first, 0), OpenBlock(own, length // BLOCK_SIZE * BLOCK_SIZE)
+            made.append([block for block in blocks if block.slot >= 0])
+        return made
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Blocks of a single row, by position."""
+        [ids], end, made = self._ids, self.key_start + self.num_keys, []
+        if ids:
+            num_tokens = min(len(ids) * BLOCK_SIZE, end - self.full_start)
+            made.append(Part(self.blocks.ids, slice(0, len(ids)), self.full_start, num_tokens))
+        for place, (slot, start) in enumerate(self._opened[0] if self._open else (), len(ids)):
+            span, num_tokens = slice(place, place + 1), min(BLOCK_SIZE, end - start)
+            made.append(Part(mx.array([slot], dtype=mx.int32), span, start, num_tokens, is_open=True))
+        return sorted(made, key=lambda part: part.start)
 
     @cached_property
     def block_mask(self) -> mx.array:
@@ -182,6 +217,17 @@ class BlockReads:
     @property
     def key_start(self) -> int:
         """Position of a single row's first key."""
+        return self._key_starts[0]
+
+    @property
+    def _key_starts(self) -> list[int]:
+        rows = zip(self._first_slots, self._firsts, self._lengths, strict=True)
+        # A row's own block may be before those in `ids`: block 0.
+        return [0 if slot >= 0 else min(first, length // BLOCK_SIZE) * BLOCK_SIZE for slot, first, length in rows]
+
+    @property
+    def full_start(self) -> int:
+        """Position of a single row's first block in `ids`."""
         return self._firsts[0] * BLOCK_SIZE
 
     @property
@@ -191,12 +237,26 @@ class BlockReads:
     @cached_property
     def mask(self) -> mx.array:
         """Keys that each query attends to, bool [B, num_tokens, blocks * 256]."""
-        starts = mx.array([first * BLOCK_SIZE for first in self._firsts])[:, None, None]
-        num_blocks = self.num_blocks + any(slot >= 0 for slot in self._open)
+        starts = mx.array(self._key_starts)[:, None, None]
+        num_blocks = self.num_blocks + max(map(len, self._opened), default=0)
         keys = mx.arange(num_blocks * BLOCK_SIZE)[None, None, :] + starts
         queries = (mx.array(self._lengths)[:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
         allowed = keys <= queries
         return allowed if self.window is None else allowed & (keys > queries - self.window)
+
+
+def _reads_first(position: int, window: int | None) -> bool:
+    """Whether a query reads block 0, and this is not its own."""
+    return position >= BLOCK_SIZE and (window is None or position - window + 1 < BLOCK_SIZE)
+
+
+def _first_slot(opened: BlockTable, length: int, end: int, window: int | None) -> int:
+    """As `RowReads.first_slot`, of a step behind `length` tokens that ends in the block before `end`."""
+    if end <= FIRST_SEALED or not _reads_first(max(length, FIRST_SEALED * BLOCK_SIZE), window):
+        return -1
+    if not opened.has_slot(0):
+        raise BrokenInvariant("a step reads block 0, which has no slot")
+    return opened.block_id(0)
 
 
 class Segment(NamedTuple):
@@ -233,13 +293,13 @@ class Reads(BlockReads):
             table.block_ids[begin - first : end - first]
             for table, first, begin, end in zip(tables, before, firsts, ends, strict=True)
         ]
-        super().__init__(ids, firsts, lengths, num_tokens, window)
         self._open_slots: list[list[int]] | None = None
+        first_slots: list[int] = []
         if open_tables is not None:
-            self._open_slots = [
-                [table.block_id(at) if table.has(at) else -1 for at in range(length // BLOCK_SIZE, end)]
-                for table, length, end in zip(open_tables, lengths, ends, strict=True)
-            ]
+            rows = list(zip(open_tables, lengths, ends, strict=True))
+            self._open_slots = [table.slots_of(range(length // BLOCK_SIZE, end)) for table, length, end in rows]
+            first_slots = [_first_slot(table, length, end, window) for table, length, end in rows]
+        super().__init__(ids, firsts, lengths, num_tokens, window, first_slots=first_slots)
 
     def of_rows(self, rows: Sequence[int]) -> Reads:
         part = Reads.__new__(Reads)
@@ -251,6 +311,7 @@ class Reads(BlockReads):
             lengths,
             self.num_tokens,
             self.window,
+            first_slots=[self._first_slots[row] for row in rows],
         )
         part._open_slots = None if self._open_slots is None else [self._open_slots[row] for row in rows]
         return part
@@ -277,17 +338,19 @@ class Reads(BlockReads):
 
     def _within(self, start: int, stop: int) -> BlockReads:
         assert self._open_slots is not None
-        ids, firsts, open_slots = [], [], []
-        for row_ids, first, length, slots in zip(self._ids, self._firsts, self._lengths, self._open_slots, strict=True):
-            own, begin = (length + start) // BLOCK_SIZE, first
+        lengths = [length + start for length in self._lengths]
+        ids, firsts, open_slots, first_slots = [], [], [], []
+        rows = zip(self._ids, self._firsts, self._lengths, self._open_slots, self._first_slots, strict=True)
+        for (row_ids, first, before, slots, first_slot), length in zip(rows, lengths, strict=True):
+            own, begin = length // BLOCK_SIZE, first
             if self.window is not None:
-                begin = max(first, (length + start - self.window + 1) // BLOCK_SIZE)
-            slot = slots[own - length // BLOCK_SIZE]
-            ids.append(row_ids[begin - first : own - first + (slot < 0)])
+                begin = max(first, (length - self.window + 1) // BLOCK_SIZE)
+            slot = slots[own - before // BLOCK_SIZE]
+            ids.append(row_ids[begin - first : max(own, begin) - first + (slot < 0)])
             firsts.append(begin)
             open_slots.append(slot)
-        lengths = [length + start for length in self._lengths]
-        return BlockReads(ids, firsts, lengths, stop - start, self.window, open_slots)
+            first_slots.append(first_slot if _reads_first(length, self.window) else -1)
+        return BlockReads(ids, firsts, lengths, stop - start, self.window, open_slots, first_slots)
 
     @cached_property
     def full_ids(self) -> mx.array:

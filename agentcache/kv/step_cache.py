@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.pool import BlockTable, Holds
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena, SideArena, Slot, TensorArena
@@ -25,7 +25,7 @@ _MAX_SLICES = 16  # beyond, one scatter is cheaper
 
 
 class Filled(NamedTuple):
-    """A block that a step fills: slots of its open form and of its full one."""
+    """A block that a step seals: slots of its open form and of its full one."""
 
     source: int
     target: int
@@ -34,8 +34,8 @@ class Filled(NamedTuple):
 class Writes:
     """Where a step's own keys and values go; arguments as in `Reads`.
 
-    `full_tables`: of full blocks, if `tables` are of open ones (`to_open`). Then `full_rows` are their slots from the
-    first block written on, and `filled` the blocks that the step fills.
+    `full_tables`: of sealed blocks, if `tables` are of open ones (`to_open`). Then `full_rows` are their slots from the
+    first block written on, -1 for block 0, and `filled` the blocks that the step fills and seals.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Writes:
             if len(ids) * BLOCK_SIZE < offset + num_tokens:
                 raise BrokenInvariant("a step was run without reserving its blocks")
         self.full_rows = [
-            table.block_ids[first - table.first_block : end - table.first_block]
-            for table, first, end in zip(full_tables, firsts, ends, strict=False)
+            table.slots_of(range(first, end)) for table, first, end in zip(full_tables, firsts, ends, strict=False)
         ]
         self.filled = [
             Filled(ids[at], full_ids[at])
             for ids, full_ids, first, length in zip(self._ids, self.full_rows, firsts, lengths, strict=False)
             for at in range((length + num_tokens) // BLOCK_SIZE - first)
+            if first + at >= FIRST_SEALED
         ]
 
     @property
@@ -110,7 +110,7 @@ class Writes:
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy.
 
-        Open blocks that the tokens fill are packed as full ones.
+        Open blocks that the tokens fill, except block 0, are packed as full ones.
         """
         self._put_tokens(arena.appended, keys, values, pack)
         if self.filled:

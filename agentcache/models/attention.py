@@ -16,7 +16,7 @@ from agentcache.kv.by_channel import product_by_channel, product_of_values
 from agentcache.kv.packed import PackedBlocks, dequantise, quantise
 from agentcache.kv.packed_arrays import Packed
 from agentcache.kv.packing import ByChannel, Packing, Plain, Quantisation
-from agentcache.kv.reads import BlockReads, Reads
+from agentcache.kv.reads import BlockReads, Part, Reads
 from agentcache.kv.step_cache import PagedKV
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.models import fused
@@ -77,7 +77,7 @@ def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.arra
 
 
 def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: AttentionOptions) -> mx.array:
-    """Attention of queries that read their own block in its open form, all blocks before it in the full one."""
+    """Attention of queries that read block 0 and their own block in the open form, blocks between in the full one."""
     segments = step.segments
     if len(segments) == 1 and reads_packed(queries.shape[2], step.batch_size, options.softcap):
         [(_, _, reads)] = segments
@@ -116,15 +116,14 @@ class _FullBlocks:
         return [self._side(index, side, reads) for index, side in enumerate(self._arena.both)]
 
     def _side(self, index: int, side: SideArena, reads: BlockReads) -> mx.array:
-        open_ids = reads.blocks.open_ids
-        num_full = reads.num_keys if open_ids is None else reads.open_end
-        begin, parts = reads.key_start - self._step.key_start, []
-        if num_full:
-            parts.append(self._unpacked[index][:, :, begin : begin + num_full])
-        if open_ids is not None:
-            assert side.open is not None
-            parts.append(self._unpack(side.open, open_ids, reads.num_keys - num_full))
+        parts = [self._part(index, side, part) for part in reads.parts]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def _part(self, index: int, side: SideArena, part: Part) -> mx.array:
+        if part.is_open:
+            return self._unpack(side.form(is_open=True), part.ids, part.num_tokens)
+        begin = part.start - self._step.full_start
+        return self._unpacked[index][:, :, begin : begin + part.num_tokens]
 
     def _unpack(self, side: SideArena, ids: mx.array, num_tokens: int) -> mx.array:
         def by_operations() -> mx.array:
@@ -146,8 +145,8 @@ def gather_side(side: SideArena, reads: BlockReads) -> list[PackedBlocks]:
     if blocks.ids.size:
         made.append(PackedBlocks(side.gather(blocks.ids), side.quantisation))
     if blocks.open_ids is not None:
-        assert side.open is not None
-        made.append(PackedBlocks(side.open.gather(blocks.open_ids), side.open.quantisation))
+        opened = side.form(is_open=True)
+        made.append(PackedBlocks(opened.gather(blocks.open_ids), opened.quantisation))
     return made
 
 
@@ -183,7 +182,8 @@ def unpacks_by_kernel(queries: mx.array, arena: LayerArena) -> bool:
 
 def unpack_row(side: SideArena, reads: BlockReads, dtype: mx.Dtype) -> mx.array:
     """One row's keys or values up to the end of the step, [1, H_kv, T, D]."""
-    blocks = [dequantise(*each, dtype) for each in gather_side(side, reads)]
+    forms = [(side.form(is_open=part.is_open), part.ids) for part in reads.parts]
+    blocks = [dequantise(form.gather(ids), form.quantisation, dtype) for form, ids in forms]
     return joined_blocks(blocks)[:, :, : reads.num_keys]
 
 

@@ -26,7 +26,7 @@ from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packed_arrays import LARGEST_VALUE, Packed
 from agentcache.kv.packing import ByChannel, LayerPacking, Packing, Quantisation
-from agentcache.kv.reads import BlockReads
+from agentcache.kv.reads import BlockReads, RowReads
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put, Writes
 from agentcache.metal_kernels import kernel_text
@@ -407,12 +407,16 @@ def _plan(shape: HeadShape, reads: BlockReads) -> DecodePlan:
         rows = reads.rows
         open_ids = [tuple(row.open_slots) for row in rows] if shape.by_channel else ()
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in rows), strict=True)
-        first_ids = tuple(row.first_slot for row in rows)
-        more: dict[str, Any] = {"first_ids": first_ids} if shape.by_channel and max(first_ids) >= 0 else {}
+        more = first_ids(shape, rows)
         step = StepRows(ids, bases, lengths, reads.num_tokens, reads.window, open_ids=open_ids, **more)
         reads.prepared[key] = DecodePlan(shape, step)
     plan: DecodePlan = reads.prepared[key]
     return plan
+
+
+def first_ids(shape: HeadShape, rows: Sequence[RowReads]) -> dict[str, Any]:
+    """Slots of block 0, as arguments of `StepRows`."""
+    return {"first_ids": tuple(row.first_slot for row in rows)} if shape.by_channel else {}
 
 
 def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:

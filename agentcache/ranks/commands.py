@@ -19,7 +19,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable, Copy
 from agentcache.errors import BrokenInvariant, RankLost
 from agentcache.kv.block_layout import Array
-from agentcache.kv.reads import Reads
+from agentcache.kv.reads import Reads, RowReads
 from agentcache.kv.step_cache import Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
@@ -93,10 +93,19 @@ def _read_rows(step: Sequence[Reads | None]) -> list[Rows]:
             rows = reads.rows
             made.append(Rows([row.block_ids for row in rows], [row.base // BLOCK_SIZE for row in rows]))
         elif full is not None and full.in_segments:
-            made.append(Rows([row.open_slots for row in full.rows], [row.length // BLOCK_SIZE for row in full.rows]))
+            slots, firsts = zip(*map(_open_slots, full.rows), strict=True)
+            made.append(Rows(slots, firsts))
         else:
             raise BrokenInvariant("a step that passes layers by")
     return made
+
+
+def _open_slots(row: RowReads) -> tuple[Sequence[int], int]:
+    """A row's slots in the group of open blocks, and the first one's block index."""
+    own = row.length // BLOCK_SIZE
+    if row.first_slot < 0 or own == 0:
+        return row.open_slots, own
+    return [row.first_slot, *[-1] * (own - 1), *row.open_slots], 0
 
 
 def _written_rows(step: Sequence[Writes | None], lengths: Sequence[int]) -> list[Rows]:

@@ -82,10 +82,12 @@ class Driver:
 
     def _reserve(self, row: Row, num_tokens: int) -> None:
         for group, table, pool in zip(self.loaded.spec.groups, row.tables, self.pools, strict=True):
-            if group.holds is Holds.OPEN:
-                for block_id in table.drop_before(row.length // 256):
-                    pool.release(block_id)
-                table.first_block = row.length // 256
+            if group.holds is Holds.OPEN:  # all of block 0, and the open one
+                for block_id in table.clear(1, row.length // 256):
+                    if block_id >= 0:
+                        pool.release(block_id)
+            if group.holds is Holds.FULL:
+                table.first_block = 1
             while table.end_block * 256 < row.length + num_tokens:
                 if not pool.num_free:
                     pool.grow(pool.capacity + 2)

@@ -150,7 +150,7 @@ class Reference:
 
 
 class ByChannelCache(KVCache):
-    """mlx-lm's plain cache of one row; queries read their own block in 8 bits, earlier ones with keys by channel.
+    """mlx-lm's plain cache of one row; queries read the first and their own block in 8 bits, others by channel.
 
     A call's tokens must be in one block. Rounded in NumPy.
     """
@@ -169,16 +169,19 @@ class ByChannelCache(KVCache):
         assert self._open[0].shape[1] <= BLOCK_SIZE
         read = [np.concatenate(pair, axis=1) for pair in zip(self._full, self._open, strict=True)]
         if self._open[0].shape[1] == BLOCK_SIZE:
-            sealed = [self._by_channel(self._open[0]), self._in_4_bits(self._open[1])]
+            is_first = self._full[0].shape[1] == 0
+            sealed = self._open if is_first else [self._by_channel(self._open[0]), self._in_4_bits(self._open[1])]
             self._full = [np.concatenate(pair, axis=1) for pair in zip(self._full, sealed, strict=True)]
             self._open = [side[:, :0] for side in self._open]
         made_keys, made_values = (mx.array(side)[None].astype(keys.dtype) for side in read)
         return made_keys, made_values
 
     def cut(self, num_tokens: int) -> None:
-        """Keep the first tokens; reopen a full block that is cut."""
+        """Keep the first tokens; reopen a sealed block that is cut."""
         whole = num_tokens // BLOCK_SIZE * BLOCK_SIZE
-        if whole < self._full[0].shape[1]:
+        if whole == 0 < self._full[0].shape[1]:
+            self._open = self._full
+        elif whole < self._full[0].shape[1]:
             self._open = [self._in_8_bits(side[:, whole : whole + BLOCK_SIZE]) for side in self._full]
         self._open = [side[:, : num_tokens - whole] for side in self._open]
         self._full = [side[:, :whole] for side in self._full]

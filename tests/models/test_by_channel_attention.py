@@ -1,6 +1,6 @@
-"""Attention over full blocks with keys by channel and open blocks in 8 bits, against its definition in NumPy.
+"""Attention over sealed blocks with keys by channel and open blocks in 8 bits, against its definition in NumPy.
 
-A query reads its own block of 256 tokens in the open form, all blocks before it in the full one.
+A query reads the first block of 256 tokens and its own in the open form, all blocks between in the sealed one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Desk:
         assert self.arena.open is not None
         shape = (SLOTS, self.case.heads[1], BLOCK_SIZE, self.case.dim)
         sign = mx.where(mx.arange(self.case.dim) % 3 == 0, -HUGE, HUGE)
-        writes = Writes([BlockTable(list(range(SLOTS)))], [0], SLOTS * BLOCK_SIZE, [BlockTable(list(range(SLOTS)))])
+        table = BlockTable(list(range(SLOTS)), first_block=1)
+        writes = Writes([table], [BLOCK_SIZE], SLOTS * BLOCK_SIZE, [table])
         huge = mx.broadcast_to(sign, shape).swapaxes(0, 1).reshape(1, shape[1], -1, shape[3])
         writes.put(self.arena, huge, huge)
         mx.eval(self.arena.arrays())
@@ -126,19 +127,20 @@ class Desk:
         return PagedKV(self.arena, reads)
 
     def _reserve(self, row: Row, num_tokens: int) -> None:
-        for pool, table, first in zip(self.pools, row.tables, self._needed(row), strict=True):
-            for slot in table.drop_before(first):
-                pool.release(slot)
-            table.first_block = max(table.first_block, first)
+        first = 0 if self.case.window is None else max(0, row.length - self.case.window + 1) // BLOCK_SIZE
+        own, (full, opened) = row.length // BLOCK_SIZE, row.tables
+        left = full.drop_before(first), opened.clear(1, own) if first == 0 else opened.drop_before(own)
+        full.first_block = max(full.first_block, first, 1)
+        opened.first_block = 0 if first == 0 else own
+        for pool, slots, table in zip(self.pools, left, row.tables, strict=True):
+            for slot in slots:
+                if slot >= 0:
+                    pool.release(slot)
             while table.end_block * BLOCK_SIZE < row.length + num_tokens:
                 table.block_ids.append(pool.allocate())
 
-    def _needed(self, row: Row) -> tuple[int, int]:
-        first = 0 if self.case.window is None else max(0, row.length - self.case.window + 1) // BLOCK_SIZE
-        return first, row.length // BLOCK_SIZE
-
     def forms(self, row: Row) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Keys and values of all of the row's tokens in the open form, and in the full one, whole blocks only."""
+        """Keys and values of all of the row's tokens in the open form, and in the sealed one, whole blocks only."""
         opened, full = [], []
         for side, pack, unpack in (
             (row.keys, definition.quantise_by_channel, definition.unpacked_by_channel),
@@ -166,7 +168,7 @@ class Desk:
         for index, position in enumerate(range(row.length - q.shape[1], row.length)):
             own = position // BLOCK_SIZE * BLOCK_SIZE
             keys, values = (
-                np.concatenate([past[:, :own], new[:, own : position + 1]], axis=1)
+                np.concatenate([new[:, :own][:, :256], past[:, 256:own], new[:, own : position + 1]], axis=1)
                 for past, new in zip(full, opened, strict=True)
             )
             made.append(
@@ -317,9 +319,10 @@ def test_stored_blocks_do_not_depend_on_chunks(dtype: mx.Dtype) -> None:
             desk.step([row], min(chunk, 700 - row.length))
         mx.eval(desk.arena.arrays())
         full, opened = row.tables
-        arrays = [np.array(array)[full.block_ids[:2]] for array in desk.arena.own_arrays]
+        arrays = [np.array(array)[full.block_id(1)] for array in desk.arena.own_arrays]
         assert desk.arena.open is not None
-        arrays += [np.array(array)[opened.block_ids[-1]][:, : 700 - 512] for array in desk.arena.open.own_arrays]
+        arrays += [np.array(array)[opened.block_id(0)] for array in desk.arena.open.own_arrays]
+        arrays += [np.array(array)[opened.block_id(2)][:, : 700 - 512] for array in desk.arena.open.own_arrays]
         found.append(arrays)
     for arrays in found[1:]:
         assert all(np.array_equal(*pair) for pair in zip(arrays, found[0], strict=True))

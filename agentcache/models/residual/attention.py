@@ -91,28 +91,28 @@ class _Sums:
 
 
 class _Piece(NamedTuple):
-    """Some of a row's blocks: base's slots, among open blocks or not, int32 [n]."""
+    """Some of a row's blocks: base's slots, among open blocks or not, int32 [n].
+
+    `span`: their places in `BlockReads.blocks`; `residuals`: in `RowResidualKV.residual_ids`.
+    """
 
     span: slice
+    residuals: slice
     ids: mx.array
-    is_open: bool = False
+    is_open: bool
 
     def of(self, side: SideArena) -> SideArena:
-        if not self.is_open:
-            return side
-        assert side.open is not None
-        return side.open
+        return side.form(is_open=self.is_open)
 
 
 def _pieces(reads: BlockReads, num_queries: int) -> Iterator[_Piece]:
-    blocks = reads.blocks
-    count = blocks.ids.shape[0]
-    size = piece_blocks(count, num_queries) if count else 1
-    for begin in range(0, count, size):
-        span = slice(begin, min(begin + size, count))
-        yield _Piece(span, blocks.ids[span])
-    if blocks.open_ids is not None:
-        yield _Piece(slice(count, count + 1), blocks.open_ids, is_open=True)
+    for part in reads.parts:
+        count, place = part.ids.shape[0], (part.start - reads.key_start) // BLOCK_SIZE
+        size = piece_blocks(count, num_queries)
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            span = slice(part.span.start + begin, part.span.start + end)
+            yield _Piece(span, slice(place + begin, place + end), part.ids[begin:end], part.is_open)
 
 
 def _row_attention(q: mx.array, arena: LayerArena, row: RowResidualKV, options: AttentionOptions) -> mx.array:
@@ -150,7 +150,7 @@ def _read(
     options: AttentionOptions,
 ) -> _Sums:
     assert arena.values is not None
-    residual_ids = row.residual_ids[piece.span]
+    residual_ids = row.residual_ids[piece.residuals]
     scores = _scores(grouped, arena, row, piece)
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
@@ -173,7 +173,7 @@ def _read(
 
 def _scores(grouped: mx.array, arena: LayerArena, row: RowResidualKV, piece: _Piece) -> mx.array:
     """Float32 [blocks, H_kv, g, n, 256]."""
-    ids, keys, residual_ids = piece.ids, piece.of(arena.keys), row.residual_ids[piece.span]
+    ids, keys, residual_ids = piece.ids, piece.of(arena.keys), row.residual_ids[piece.residuals]
     heads, shared_by, num_tokens, dim = grouped.shape
     queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
     scores = _product(queries, keys, ids, num_tokens, transpose=True)
@@ -245,7 +245,7 @@ def _added(residual_kv: LayerResidualKV, reads: BlockReads, weights: mx.array) -
         if row is None or row.value_a is None or row.matrices.value_b is None:
             made.append(None)
             continue
-        low_rank = row.value_a.array[row.residual_ids].astype(mx.float32)
+        low_rank = row.value_a.array[row.residuals_of_blocks].astype(mx.float32)
         own = weights[mx.array(reads.blocks.of_rows[place])].moveaxis(0, 3).reshape(heads * shared_by * num_tokens, -1)
         sums = (own @ low_rank.reshape(own.shape[1], -1)).reshape(heads, shared_by * num_tokens, -1)
         made.append(sums @ row.matrices.value_b)

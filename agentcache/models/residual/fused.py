@@ -8,7 +8,9 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.kv.reads import Part
 from agentcache.metal_kernels.decode import KeyResiduals, PreparedDecode, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.rope_tables import STEP, RopeTables, laid_out, no_rope
@@ -123,19 +125,14 @@ def _value_side(row: RowResidualKV) -> LowRankSide | None:
 def _unpacked(
     queries: mx.array, arena: LayerArena, side: SideArena, row: RowResidualKV, added: LowRankSide | None
 ) -> mx.array:
-    """One row's keys or values with residuals, [1, H_kv, T, D]: full blocks, then the open one."""
-    reads, blocks = row.reads, row.reads.blocks
+    """One row's keys or values with residuals, [1, H_kv, T, D]."""
     if added is None:
-        return unpack_for(queries, arena, side, reads)
-    num_full = reads.num_keys if blocks.open_ids is None else reads.open_end
-    parts, count = [], blocks.ids.size
-    if num_full:
-        own = added._replace(block_ids=added.block_ids[:count])
-        parts.append(_unpacked_part(queries, arena, side, own, blocks.ids, num_full, reads.key_start))
-    if blocks.open_ids is not None:
-        assert side.open is not None
-        own, base = added._replace(block_ids=added.block_ids[count:]), reads.key_start + num_full
-        parts.append(_unpacked_part(queries, arena, side.open, own, blocks.open_ids, reads.num_keys - num_full, base))
+        return unpack_for(queries, arena, side, row.reads)
+    parts = []
+    for part in row.reads.parts:
+        place = (part.start - row.reads.key_start) // BLOCK_SIZE
+        own = added._replace(block_ids=added.block_ids[place : place + part.ids.size])
+        parts.append(_unpacked_part(queries, arena, side.form(is_open=part.is_open), own, part))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
@@ -144,14 +141,12 @@ def _unpacked_part(
     arena: LayerArena,
     side: SideArena,
     added: LowRankSide,
-    ids: mx.array,
-    num_tokens: int,
-    base: int,
+    part: Part,
 ) -> mx.array:
     data, scales, biases = side.arrays()
     return unpack_residual(
-        *((data, scales, biases), mx.depends([ids], [queries])[0], added, num_tokens, queries.dtype),
-        base=base,
+        *((data, scales, biases), mx.depends([part.ids], [queries])[0], added, part.num_tokens, queries.dtype),
+        base=part.start,
         written=arena.appended.keys.written,
         bits=side.quantisation.bits,
     )
@@ -174,6 +169,7 @@ def _plan(shape: HeadShape, rows: Sequence[RowResidualKV]) -> DecodePlan:
             reads.window,
             [tuple(row.residual_slots) for row in rows],
             [tuple(own.open_slots) for own in base] if shape.by_channel else (),
+            **fused.first_ids(shape, base),
         ),
     )
 

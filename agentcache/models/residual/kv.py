@@ -108,7 +108,7 @@ class KernelMatrices:
 
 @dataclass(frozen=True, eq=False)
 class RowResidualKV:
-    """One residual row in one layer; `residual_ids` are the slots beside the blocks read, int32 [num_blocks]."""
+    """One residual row in one layer; `residual_ids` are the slots beside the blocks read, by position, int32 [n]."""
 
     row: int
     reads: BlockReads
@@ -119,6 +119,12 @@ class RowResidualKV:
     key_a: TensorArena | None
     key_norms: TensorArena | None
     value_a: TensorArena | None
+
+    @cached_property
+    def residuals_of_blocks(self) -> mx.array:
+        """`residual_ids` in the order of `reads.blocks`."""
+        places = [(start - self.reads.key_start) // BLOCK_SIZE for start in self.reads.blocks.starts]
+        return self.residual_ids if places == sorted(places) else self.residual_ids[mx.array(places)]
 
     def within(self, reads: BlockReads) -> RowResidualKV:
         """The same row with a part of its reads."""

@@ -236,11 +236,9 @@ class ResidualRows:
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> tuple[Sequence[int], mx.array]:
         if (place, group) not in self._reads:
-            (base,) = reads.rows
-            table = self.rows[place].tables[group]
-            first = base.base // BLOCK_SIZE - table.first_block
-            ids = table.block_ids[first : first + len(base.block_ids)] if first >= 0 else []
-            if len(ids) != len(base.block_ids):
+            blocks = range(reads.key_start // BLOCK_SIZE, -(-(reads.key_start + reads.num_keys) // BLOCK_SIZE))
+            ids = self.rows[place].tables[group].slots_of(blocks)
+            if -1 in ids:
                 raise BrokenInvariant("a residual row lacks residuals of blocks that it reads")
             self._reads[place, group] = ids, mx.array(ids, mx.int32)
         return self._reads[place, group]
