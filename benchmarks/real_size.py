@@ -21,7 +21,7 @@ from rich.table import Table
 
 from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.pool import BlockPool, BlockTable, Holds
 from agentcache.client import ServerError
 from agentcache.llm import LLM
@@ -248,22 +248,34 @@ REAL_SIZE = Reporter("real_size", "agentcache beside mlx-lm and its server at re
 
 @dataclass(frozen=True)
 class _Span:
-    """Blocks `first … end - 1` of each row, of which all rows share those before `common`."""
+    """Numbers of each row's blocks that have slots, of which all rows share those before `common`."""
 
-    first: int
-    end: int
+    blocks: Sequence[int]
     common: int = 0
 
     @property
-    def _own(self) -> int:
-        return self.end - max(self.first, self.common)
+    def _num_shared(self) -> int:
+        return sum(block < self.common for block in self.blocks)
+
+    @property
+    def _num_own(self) -> int:
+        return len(self.blocks) - self._num_shared
 
     def num_slots(self, rows: int) -> int:
-        return self.common + rows * self._own
+        return self._num_shared + rows * self._num_own
 
     def table(self, row: int) -> BlockTable:
-        begin = self.common + row * self._own
-        return BlockTable([*range(self.common), *range(begin, begin + self._own)], self.first)
+        begin = self._num_shared + row * self._num_own
+        slots = dict(zip(self.blocks, [*range(self._num_shared), *range(begin, begin + self._num_own)], strict=True))
+        first, end = min(slots, default=FIRST_SEALED), max(slots, default=0) + 1
+        return BlockTable([slots.get(block, -1) for block in range(first, end)], first)
+
+
+def _blocks_of(holds: Holds, first: int, end: int) -> Sequence[int]:
+    """Blocks with slots of a row that computes blocks `first … end - 1`."""
+    if holds is Holds.OPEN:
+        return sorted({*range(FIRST_SEALED), *range(first, end)})
+    return range(FIRST_SEALED if holds is Holds.FULL else 0, end)
 
 
 class Paged:
@@ -278,8 +290,7 @@ class Paged:
         """Make rows with `room` for more tokens; `shared` rows have full blocks in common."""
         first, end = context // BLOCK_SIZE, -(-(context + room) // BLOCK_SIZE)
         spans = [
-            _Span(first, end) if group.holds is Holds.OPEN else _Span(0, end, first if shared else 0)
-            for group in self.loaded.spec.groups
+            _Span(_blocks_of(group.holds, first, end), first if shared else 0) for group in self.loaded.spec.groups
         ]
         for pool, span in zip(self.pools, spans, strict=True):
             pool.grow(max(pool.capacity, span.num_slots(rows)))

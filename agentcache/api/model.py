@@ -36,7 +36,7 @@ class GroupKind(StrEnum):
     WINDOW = "window"
     LATENT = "latent"  # MLA
     STATE = "state"  # checkpoints of recurrent state
-    OPEN = "open"  # partly filled blocks of layers whose full blocks have another format
+    OPEN = "open"  # first and partly filled blocks of layers whose other blocks have another format
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 
 from agentcache.api.model import CacheGroupInfo, GroupKind
 from agentcache.blocks.allocator import window_blocks
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.pool import Holds
 from agentcache.kv.spec import GroupSpec
 
 
 def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
-    """Bytes of a conversation at rest, which has one open block."""
+    """Bytes of a conversation at rest, which has two open blocks; block 0 is counted in both forms."""
     blocks = -(-num_tokens // BLOCK_SIZE)
-    if group.kind in (GroupKind.STATE, GroupKind.OPEN):
+    if group.kind is GroupKind.STATE:
         return group.bytes_per_block
+    if group.kind is GroupKind.OPEN:
+        return group.bytes_per_block * min(blocks, FIRST_SEALED + 1)
     return group.bytes_per_block * (blocks if group.window is None else min(blocks, window_blocks(group.window)))
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentcache.compat import scaled_dot_product_attention
 from agentcache.errors import ConfigError
-from agentcache.models import interception
+from agentcache.models import interception, loader
 from agentcache.models.loader import read_model
 from benchmarks import quality_benchmark
 from benchmarks.__main__ import app
@@ -26,6 +26,7 @@ from benchmarks.quality.formats import UNQUANTISED, Format, Side, by_channel, ha
 from benchmarks.quality.plan import QualityPlan
 from tests.conftest import ModelFolder
 from tests.models import zoo
+from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.model_files import MODEL_FILES
 
 BLOCK = 256
@@ -239,6 +240,23 @@ def test_open_blocks_are_read_as_a_query_at_a_time(
         for query in (0, 99, 100, 255, 256, 300, 511, 512, 590, 599):
             expected = attention_of_one(parsed, np.array(queries), keys, values, query, recorder.scale, window_of_layer)
             np.testing.assert_allclose(np.array(outputs)[:, query], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_the_engine_reads_keys_by_channel_as_the_laboratory_does(model_folder: ModelFolder) -> None:
+    """But for single values, which fall to the next code."""
+    folder = str(model_folder("mistral", num_hidden_layers=2))
+    loaded, read = loader.load(folder, kv="4c"), read_model(folder)
+    read.tokenizer.close()
+    ids = random_ids(loaded, 600)
+    made = np.array(Driver(loaded).logits(ids, chunks_of(300, 600)))
+    errors = {}
+    for format in ("k4c64 v4 sink open", "k4c64 v4 open"):
+        caches = make_caches([Format.parse(format)] * 2, [None] * 2)
+        with reading_open_blocks(read.model):
+            expected = np.array(read.model(mx.array(ids)[None], cache=caches)[0])
+        errors[format] = np.abs(made - expected).max(axis=1) / np.abs(expected).max()
+    assert np.median(errors["k4c64 v4 sink open"]) < 1e-4 and errors["k4c64 v4 sink open"].max() < 0.05
+    assert np.median(errors["k4c64 v4 open"][256:]) > 1e-3
 
 
 @pytest.mark.parametrize("format", FORMATS_TESTED)

@@ -149,7 +149,7 @@ def test_what_fits_is_counted_with_the_open_blocks_of_a_step(window: int | None)
     groups = [group for pair in zip(full, opened, strict=True) for group in pair]
     assert [info.kind for info in infos(groups[:2])] == ["full", "open"]
     assert bytes_for(infos(groups)[1], 255) == groups[1].bytes_per_block
-    assert bytes_for(infos(groups)[1], 5000) == groups[1].bytes_per_block, "at rest"
+    assert bytes_for(infos(groups)[1], 5000) == 2 * groups[1].bytes_per_block, "at rest: the first and the last one"
     for num_bytes in (least_bytes(groups), 10**7, 10**8 + 1):
         cache = PrefixCache(groups, Ledger(num_bytes))
         assert tokens_within(infos(groups), num_bytes, 2**40) == cache.allocator.max_tokens()

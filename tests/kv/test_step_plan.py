@@ -5,13 +5,15 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.reads import RaggedBlocks, Reads
+from agentcache.kv.reads import Part, RaggedBlocks, Reads
 from agentcache.kv.step_cache import Writes
+from tests.examples import examples
+from tests.kv.paired_tables import paired_tables
 
 
 def plan(lengths: list[int], num_tokens: int = 1, window: int | None = None) -> Reads:
@@ -81,6 +83,53 @@ def test_runs_and_places_are_the_same_tokens(length: int, num_tokens: int) -> No
     runs = [(run.block_id, run.offset + i) for run in writes.runs for i in range(run.stop - run.start)]
     assert runs == expected
     assert [run.start for run in writes.runs] == [0, *(run.stop for run in writes.runs[:-1])]
+
+
+def blocks_of(part: Part) -> list[tuple[int, int, bool]]:
+    """Number, slot and form of each block."""
+    return [(part.start // 256 + index, slot, part.is_open) for index, slot in enumerate(part.ids.tolist())]
+
+
+@given(st.integers(0, 1100), st.integers(1, 600), st.none() | st.integers(1, 900))
+@settings(max_examples=examples(150), deadline=None)
+def test_queries_read_the_first_block_and_their_own_in_the_open_form(
+    length: int, num_tokens: int, window: int | None
+) -> None:
+    full, opened = paired_tables(length, num_tokens, window)
+    step = Reads([full], [length], num_tokens, window, [opened])
+    has_first = False
+    for start, stop, reads in step.segments:
+        own, first = (length + start) // 256, 0 if window is None else max(0, length + start - window + 1) // 256
+        expected = [(at, 200 + at, True) if at in (0, own) else (at, 100 + at, False) for at in range(first, own + 1)]
+        assert [block for part in reads.parts for block in blocks_of(part)] == expected
+        assert (reads.key_start, reads.num_keys) == (first * 256, length + stop - first * 256)
+        assert sum(part.num_tokens for part in reads.parts) == reads.num_keys
+        starts = [start for part in reads.parts for start in reads.blocks.starts[part.span]]
+        assert starts == [at * 256 for at, *_ in expected]
+        assert reads.mask.shape == (1, stop - start, 256 * len(expected))
+        assert reads.block_mask.sum().item() == reads.mask.sum().item()
+        [row] = reads.rows
+        assert row.base >= 256 and row.first_slot == (200 if first == 0 < own else -1)
+        has_first = has_first or row.first_slot >= 0
+    [row] = step.rows
+    assert (row.first_slot >= 0) is has_first
+    last = (length + num_tokens - 1) // 256
+    assert step.full_ids.tolist() == [100 + at for at in range(row.base // 256, last)]
+
+
+def test_a_step_without_the_first_blocks_slot_is_refused() -> None:
+    full, opened = BlockTable([8, 9], 1), BlockTable([5], 2)
+    assert Reads([full], [600], 1, 300, [opened]).rows[0].first_slot == -1
+    with pytest.raises(BrokenInvariant, match="block 0"):
+        Reads([full], [600], 1, None, [opened])
+
+
+def test_a_step_seals_the_blocks_that_it_fills_but_not_the_first() -> None:
+    full, opened = BlockTable([8, 9], 1), BlockTable([3, 4, 5])
+    writes = Writes([opened], [200], 500, [full])
+    assert writes.full_rows == [[-1, 8, 9]] and writes.filled == [(4, 8)]
+    assert not Writes([opened], [200], 56, [full]).filled
+    assert Writes([opened, opened], [200, 510], 70, [full, full]).filled == [(4, 8)]
 
 
 def test_places_of_several_rows_lie_one_behind_the_other() -> None:

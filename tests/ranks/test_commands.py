@@ -51,6 +51,7 @@ from agentcache.ranks.commands import (
     unpack_keys,
 )
 from agentcache.store.block_file import make_header
+from tests.kv.paired_tables import paired_tables
 
 KEYS = pack_keys(["0123456789abcdef0123456789abcdef01234567", "ff" * 20])
 BLOCKS = [
@@ -170,6 +171,24 @@ def test_a_step_reads_and_writes_the_same_slots() -> None:
         theirs = Writes(their_writes.tables, LENGTHS, 2)
         for one, other in zip(theirs.slots_and_offsets, writes.slots_and_offsets, strict=True):
             assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("lengths", [(0, 0), (250, 762), (100, 8), (256, 300), (600, 900)])
+def test_a_step_over_open_blocks_reads_and_writes_the_same_slots(lengths: tuple[int, int], window: int | None) -> None:
+    """Also that of the first block, which queries of later ones read."""
+    rows = [paired_tables(length, 8, window, slot) for length, slot in zip(lengths, (10, 500), strict=True)]
+    full, opened = ([row[side] for row in rows] for side in (0, 1))
+    reads, writes = Reads(full, lengths, 8, window, opened), Writes(opened, lengths, 8, full)
+    step = StepInputs(mx.zeros((2, 8), mx.int32), lengths, [reads, None], [writes, None])
+    [arrived] = told(Forward.of(step, []))
+    assert isinstance(arrived, Forward)
+    read, written = ([rows.tables for rows in each] for each in (arrived.reads, arrived.writes))
+    again, theirs = Reads(read[0], lengths, 8, window, read[1]), Writes(written[1], lengths, 8, written[0])
+    assert again.rows == reads.rows
+    for one, other in zip(again.segments, reads.segments, strict=True):
+        assert one.reads.rows == other.reads.rows
+    assert (theirs.rows, theirs.full_rows, theirs.filled) == (writes.rows, writes.full_rows, writes.filled)
 
 
 def test_a_step_without_adapters_says_nothing_of_them() -> None:

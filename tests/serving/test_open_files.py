@@ -131,7 +131,7 @@ class OpenDesk(Desk):
         position = sequence.num_tokens // BLOCK_SIZE
         own = numbers(ids)[position * BLOCK_SIZE :]
         for group, table in enumerate(sequence.tables):
-            if group != SEALED or own.size == BLOCK_SIZE:
+            if group != SEALED or (own.size == BLOCK_SIZE and position > 0):
                 self.base.arenas.put_blocks(group, [table.block_id(position)], [in_form(group, own)])
 
     def talk(self, agent: str, ids: Sequence[int], *, beyond: int = 0, origin: KVOrigin | None = None) -> Saved:
@@ -166,7 +166,8 @@ class OpenDesk(Desk):
         self.base.prefix.check_integrity()
         self.base.arenas.evaluate()
         for node in self.base.prefix.tree.walk():
-            assert {*node.block_ids, *node.stored} <= ({ALL, SEALED} if node.is_full else {ALL, OPEN})
+            is_sealed = node.is_full and node.position > 0
+            assert {*node.block_ids, *node.stored} <= ({ALL, SEALED} if is_sealed else {ALL, OPEN})
             for group, slot in node.block_ids.items():
                 data = self.base.arenas.snapshot(group, slot, node.num_tokens)
                 assert np.array_equal(data, in_form(group, numbers(tokens_of(node))[node.position * BLOCK_SIZE :]))
@@ -198,17 +199,17 @@ def files_by_group(folder: Path) -> Counter[str]:
     return found
 
 
-def test_a_turn_writes_full_blocks_and_its_open_one(ram_path: Path) -> None:
+def test_a_turn_writes_sealed_blocks_and_its_open_ones(ram_path: Path) -> None:
     with desk(ram_path) as first:
         assert first.talk("a", IDS).error is None
-        assert files_by_group(ram_path) == {"full.0": 3, "full.1": 2, "full.1.open": 1}
+        assert files_by_group(ram_path) == {"full.0": 3, "full.1": 1, "full.1.open": 2}
         assert first.record("a").num_saved == len(IDS)
         assert first.info("a").cache_state is CacheState.HOT
     with desk(ram_path) as second:
         assert second.cached(BASE_CACHE, IDS) == len(IDS)
         assert second.info("a").cache_state is CacheState.WARM
         rest = len(IDS) % BLOCK_SIZE
-        parts = [2 * (SPEC.groups[index].bytes_per_block) for index in (ALL, SEALED)]
+        parts = [SPEC.groups[index].bytes_per_block for index in (ALL, ALL, SEALED, OPEN)]
         assert second.restore("a") == sum(parts) + sum(SPEC.groups[index].bytes_of(rest) for index in (ALL, OPEN))
         assert second.info("a").cache_state is CacheState.HOT
 
@@ -218,14 +219,28 @@ def test_the_next_turn_supersedes_an_open_block(ram_path: Path) -> None:
     with desk(ram_path) as here:
         here.talk("a", IDS)
         pool = here.base.prefix.slots.pools[OPEN]
-        assert pool.capacity - pool.num_free == 1
+        assert pool.capacity - pool.num_free == 2
         here.talk("a", more)
-        assert files_by_group(ram_path) == {"full.0": 4, "full.1": 3, "full.1.open": 1}
-        assert pool.capacity - pool.num_free == 1, "that of the last block"
+        assert files_by_group(ram_path) == {"full.0": 4, "full.1": 2, "full.1.open": 2}
+        assert pool.capacity - pool.num_free == 2, "that of the first and of the last block"
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_part_of_a_full_block_is_reopened_from_its_file(ram_path: Path, *, is_idle: bool) -> None:
+def test_part_of_the_first_block_is_read_from_its_file(ram_path: Path, *, is_idle: bool) -> None:
+    with desk(ram_path) as first:
+        first.talk("a", IDS)
+    with desk(ram_path) as second:
+        second.is_idle = is_idle
+        sequence, restored = second.begin(IDS[:100])
+        assert restored.complete and sequence.num_tokens == 100
+        assert sorted((each.group, each.reopens) for each in sequence.loads) == [(ALL, False), (OPEN, False)]
+        second.persistence.release(second.compute(sequence, [*IDS[:100], *make_ids(200, seed=2)]))
+        second.base.prefix.close(sequence)
+        second.check()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_part_of_a_sealed_block_is_reopened_from_its_file(ram_path: Path, *, is_idle: bool) -> None:
     with desk(ram_path) as first:
         first.talk("a", IDS)
     with desk(ram_path) as second:
@@ -233,13 +248,13 @@ def test_part_of_a_full_block_is_reopened_from_its_file(ram_path: Path, *, is_id
         sequence, restored = second.begin(IDS[:400])
         assert restored.complete and sequence.num_tokens == 400
         loads = sorted((each.group, each.reopens, each.num_tokens) for each in sequence.loads)
-        assert loads == [(ALL, False, 144), (ALL, False, 256), (SEALED, False, 256), (OPEN, True, 144)]
+        assert loads == [(ALL, False, 144), (ALL, False, 256), (OPEN, False, 256), (OPEN, True, 144)]
         second.persistence.release(second.compute(sequence, [*IDS[:400], *make_ids(200, seed=2)]))
         second.base.prefix.close(sequence)
         second.check()
 
 
-def test_part_of_a_full_block_is_reopened_in_ram(ram_path: Path) -> None:
+def test_part_of_a_sealed_block_is_reopened_in_ram(ram_path: Path) -> None:
     with desk(ram_path) as here:
         here.talk("a", IDS)
         other = [*IDS[:400], *make_ids(250, seed=2)]
@@ -252,7 +267,7 @@ def test_part_of_a_full_block_is_reopened_in_ram(ram_path: Path) -> None:
         assert again.cached(BASE_CACHE, other) == len(other) and again.cached(BASE_CACHE, IDS) == len(IDS)
 
 
-def test_a_damaged_full_block_is_not_reopened(ram_path: Path) -> None:
+def test_a_damaged_sealed_block_is_not_reopened(ram_path: Path) -> None:
     with desk(ram_path) as first:
         first.talk("a", IDS)
     for path in (ram_path / "blocks").glob("*/*.safetensors"):
@@ -277,7 +292,7 @@ def test_a_turn_that_ends_in_a_sealed_block_is_kept_without_that_part(ram_path: 
     with desk(ram_path) as here:
         assert here.talk("a", ids, beyond=20).error is None
         assert here.record("a").num_saved == BLOCK_SIZE and len(here.record("a").transcript) == len(ids)
-        assert files_by_group(ram_path) == {"full.0": 1, "full.1": 1}
+        assert files_by_group(ram_path) == {"full.0": 1, "full.1.open": 1}
         assert here.cached(BASE_CACHE, ids) == len(ids)
         sequence, _ = here.begin(ids)
         assert [copy.reopens for copy in sequence.copies] == [False, True]
@@ -290,6 +305,28 @@ def test_a_turn_that_ends_in_a_sealed_block_is_kept_without_that_part(ram_path: 
         assert again.cached(BASE_CACHE, ids) == BLOCK_SIZE
         assert again.talk("a", ids).error is None
         assert again.record("a").num_saved == len(ids)
+
+
+@pytest.mark.parametrize("beyond", [0, 300])
+def test_a_turn_that_ends_in_the_first_block_is_kept(ram_path: Path, beyond: int) -> None:
+    ids = IDS[:100]
+    with desk(ram_path) as here:
+        assert here.talk("a", ids, beyond=beyond).error is None
+        assert here.record("a").num_saved == 100
+        assert files_by_group(ram_path) == {"full.0": 1, "full.1.open": 1}
+    with desk(ram_path) as again:
+        assert again.cached(BASE_CACHE, ids) == 100
+
+
+def test_a_lost_file_of_the_first_block_is_written_again(ram_path: Path) -> None:
+    """No manifest names it before."""
+    with desk(ram_path) as here:
+        here.talk("a", IDS[:600])
+        for path in (ram_path / "blocks").glob("*/*.safetensors"):
+            if b'"open.0"' in path.read_bytes():
+                path.unlink()
+        assert here.talk("a", [*IDS[:600], *make_ids(300, seed=1)]).error is None
+        assert files_by_group(ram_path)["full.1.open"] == 2
 
 
 def test_an_archive_has_the_same_blocks(ram_path: Path, tmp_path: Path) -> None:

@@ -123,8 +123,11 @@ class RowResidualKV:
     @cached_property
     def residuals_of_blocks(self) -> mx.array:
         """`residual_ids` in the order of `reads.blocks`."""
-        places = [(start - self.reads.key_start) // BLOCK_SIZE for start in self.reads.blocks.starts]
-        return self.residual_ids if places == sorted(places) else self.residual_ids[mx.array(places)]
+        blocks = self.reads.blocks
+        if blocks.open_ids is None:
+            return self.residual_ids
+        places = [(start - self.reads.key_start) // BLOCK_SIZE for start in blocks.starts]
+        return self.residual_ids[mx.array(places)]
 
     def within(self, reads: BlockReads) -> RowResidualKV:
         """The same row with a part of its reads."""

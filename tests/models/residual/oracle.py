@@ -11,9 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, TensorArena
 from agentcache.kv.packed import dequantise
 from agentcache.kv.packing import LayerBits
+from agentcache.kv.reads import BlockReads, Reads
 from agentcache.models.adapters import AdapterWeights, read_adapter
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.loader import LoadedModel
@@ -87,16 +89,22 @@ def float64(x: mx.array) -> np.ndarray:
 
 
 def expected(seen: Seen, row: RowResidualKV) -> np.ndarray:
-    """[H_q, n, D_v] of one residual row."""
-    (own,) = row.reads.rows
-    end = own.length + row.reads.num_tokens - own.base
-    keys, values = (_base(side, own.block_ids, end) for side in (seen.arena.keys, seen.arena.values))
-    ids = row.residual_ids.tolist()
-    queries = float64(seen.queries[row.row])
+    """[H_q, n, D_v] of one residual row; block by block if its open blocks are in slots of their own."""
+    queries, step = float64(seen.queries[row.row]), row.reads
+    if not isinstance(step, Reads) or not step.in_segments:
+        return _expected(seen, row, queries, step)
+    parts = [_expected(seen, row, queries[:, start:stop], reads) for start, stop, reads in step.segments]
+    return np.concatenate(parts, axis=1)
+
+
+def _expected(seen: Seen, row: RowResidualKV, queries: np.ndarray, reads: BlockReads) -> np.ndarray:
+    end = reads.num_keys
+    keys, values = (_base(side, reads) for side in (seen.arena.keys, seen.arena.values))
+    ids = row.residual_ids.tolist()[(reads.key_start - row.reads.key_start) // BLOCK_SIZE :]
     if row.key_a is not None and row.matrices.key_b is not None:
         low_rank = _tokens(row.key_a, ids, end)
         delta = (low_rank @ float64(row.matrices.key_b)).reshape(end, keys.shape[0], -1).swapaxes(0, 1)
-        positions = own.base + np.arange(end)
+        positions = reads.key_start + np.arange(end)
         if row.key_norms is not None and row.form.norm is not None:
             norms = _tokens(row.key_norms, ids, end).transpose(2, 1, 0)  # [2, H_kv, T]
             delta = delta * float64(row.form.norm.weight) * norms[1][..., None]
@@ -109,15 +117,19 @@ def expected(seen: Seen, row: RowResidualKV) -> np.ndarray:
         keys,
         values,
         scale=seen.options.scale,
-        window=row.reads.window,
+        window=reads.window,
         sinks=None if seen.options.sinks is None else float64(seen.options.sinks),
         softcap=seen.options.softcap,
     )
 
 
-def _base(side: Any, ids: Any, end: int) -> np.ndarray:
-    blocks = float64(dequantise(side.gather(mx.array(list(ids))), side.quantisation, mx.float32))
-    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :end]
+def _base(side: Any, reads: BlockReads) -> np.ndarray:
+    made = []
+    for part in reads.parts:
+        form = side.form(is_open=part.is_open)
+        blocks = float64(dequantise(form.gather(part.ids), form.quantisation, mx.float32))
+        made.append(blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, : part.num_tokens])
+    return np.concatenate(made, axis=1)
 
 
 def _tokens(tensor: TensorArena, ids: list[int], end: int) -> np.ndarray:

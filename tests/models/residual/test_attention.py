@@ -12,13 +12,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.kv.packing import BY_CHANNEL
 from agentcache.models import fused, interception
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual import attention
 from agentcache.models.residual.kv import KeyForm
 from tests.marks import slow
 from tests.models.residual.driver import ResidualDriver
-from tests.models.residual.oracle import HEADS, Seen, adapter, expected, float64, small_model
+from tests.models.residual.oracle import HEADS, KEYS_AND_VALUES, Seen, adapter, expected, float64, small_model
 
 MODELS = (
     "llama",
@@ -55,9 +56,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     return seen
 
 
-def worst(loaded: LoadedModel, weights: Any, watch: list[Seen]) -> float:
+def worst(loaded: LoadedModel, weights: Any, watch: list[Seen], num_tokens: int = 290) -> float:
     """Largest difference of a chunk and of a decoded token behind it, as a part of the largest value."""
-    num_tokens = 560 if any(layer.window == 512 for layer in loaded.inspection.layers) else 290
+    if any(layer.window == 512 for layer in loaded.inspection.layers):
+        num_tokens = 560
     ids = np.random.default_rng(1).integers(0, 90, num_tokens + 1)
     driver = ResidualDriver(loaded)
     row = driver.residual_kv(driver.row(), weights)
@@ -109,6 +111,17 @@ def test_residuals_of_values_alone_are_what_numpy_computes(
     assert worst(loaded, weights, watch) < TOLERANCE[dtype]
     if mx.default_device() == mx.cpu and fused.why_none():
         assert {1, 20} < set(served), "decoded rows, and chunks"
+
+
+@pytest.mark.parametrize("targets", [KEYS_AND_VALUES, ("self_attn.q_proj", "self_attn.v_proj")])
+@pytest.mark.parametrize("num_tokens", [slow(290), 560, slow(800)])
+def test_over_keys_by_channel_it_is_what_numpy_computes(
+    num_tokens: int, targets: tuple[str, ...], watch: list[Seen], tmp_path: Path
+) -> None:
+    """The first block and a query's own are read in 8 bits."""
+    loaded = small_model("qwen3", kv_bits=BY_CHANNEL)
+    weights = adapter(loaded, tmp_path, 3, targets=targets)
+    assert worst(loaded, weights, watch, num_tokens) < TOLERANCE[mx.float32]
 
 
 @pytest.mark.parametrize(

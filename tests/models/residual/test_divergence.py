@@ -57,11 +57,11 @@ def test_where_nothing_differs_nothing_is_said_to(model: str, tmp_path: Path) ->
 @pytest.mark.parametrize("chunk", [1, 44, 150, 256, 600])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) -> None:
-    """A full block is rounded once more than its tokens were when they were written.
+    """A sealed block is rounded once more than its tokens were when they were written.
 
     One layer: its keys and values depend on no other layer. Own blocks are also rounded in another way.
     """
-    ids = IDS if chunk > 1 else IDS[:270]
+    ids = IDS if chunk > 1 else IDS[:520]
     driver = ResidualDriver(small_model(model, kv_bits=BY_CHANNEL, num_hidden_layers=1), measures=True)
     row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=0.0))
     driver.read(row, ids, chunk)
@@ -72,8 +72,10 @@ def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) 
     found = Divergence.of(sums, count)
     assert found is not None and found.value < 0.01
     full, opened = driver.runner.base.measures[0], driver.runner.base.measures[1]
-    sealed, num_sealed = full.sums(row.base.tables[0], 256)
-    assert num_sealed == 256
+    sealed, num_sealed = full.sums(row.base.tables[0], 512)
+    assert num_sealed == 256, "block 1"
+    first, num_first = opened.sums(row.base.tables[1], 256)
+    assert num_first == 256 and (sealed > 30 * first).all(), "block 0 is not sealed"
     rest, num_open = opened.sums(row.base.tables[1], row.base.length, row.base.length // 256 * 256)
     assert num_open == row.base.length % 256
     assert (sealed / num_sealed > 30 * rest / num_open).all(), "in 4 bits it is more than in 8"
