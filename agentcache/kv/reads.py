@@ -156,7 +156,7 @@ class BlockReads:
     @property
     def rows(self) -> list[RowReads]:
         rows = zip(self._ids, self._firsts, self._lengths, self._slots_by_row, self._first_slots, strict=True)
-        return [RowReads(ids, first * BLOCK_SIZE, *others) for ids, first, *others in rows]
+        return [RowReads(ids, first * BLOCK_SIZE, length, slots, slot) for ids, first, length, slots, slot in rows]
 
     @property
     def _slots_by_row(self) -> Sequence[Sequence[int]]:
