@@ -35,7 +35,10 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 class Case:
     """A step; other fields are as in `StepRows` and `HeadShape`.
 
-    `prefix`: leading blocks shared by rows that are long enough. `group`: quantisation group size; None for 64 or 32.
+    Args:
+        prefix: leading blocks shared by rows that are long enough.
+        group: quantisation group size; None for 64 or 32.
+        first_is_open: whether block 0 is read in its open form.
     """
 
     dim: int = 128
@@ -58,6 +61,7 @@ class Case:
     bits: int = 4
     value_bits: int = 4
     by_channel: bool = False
+    first_is_open: bool = False
 
     @property
     def group_size(self) -> int:
@@ -81,6 +85,13 @@ class Case:
         """Position of a row's last block."""
         return (length + self.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
+    def reads_first(self, length: int) -> bool:
+        """Whether a row's queries of later blocks read block 0 in its open form."""
+        return self.first_is_open and self.oldest(length) < BLOCK_SIZE <= self.own_block(length)
+
+    def shares(self, length: int) -> bool:
+        return 0 < self.prefix * BLOCK_SIZE <= self.own_block(length)
+
 
 @dataclass
 class Arenas:
@@ -102,7 +113,7 @@ class Arenas:
         random = np.random.default_rng(case.seed)
         counts = [-(-(length + case.num_tokens) // BLOCK_SIZE) for length in case.lengths]
         firsts = [case.oldest(length) // BLOCK_SIZE for length in case.lengths]
-        shared = [case.prefix if count > case.prefix else 0 for count in counts]
+        shared = [case.prefix if case.shares(length) else 0 for length in case.lengths]
         own = [count - first - common for count, first, common in zip(counts, firsts, shared, strict=True)]
         slots = list(map(int, random.permutation(sum(own) + case.prefix + 2)))
         prefix = [slots.pop() for _ in range(case.prefix)]
@@ -114,7 +125,8 @@ class Arenas:
         used = np.zeros((sum(own) + case.prefix + 2, BLOCK_SIZE), bool)
         for ids, first, length in zip(tables, firsts, case.lengths, strict=True):
             end = case.own_block(length) if case.by_channel else length + case.num_tokens
-            for token in range(case.oldest(length), end):
+            begin = max(case.oldest(length), BLOCK_SIZE if case.first_is_open else 0)
+            for token in range(begin, end):
                 used[ids[token // BLOCK_SIZE - first], token % BLOCK_SIZE] = True
         bases = [first * BLOCK_SIZE for first in firsts]
         keys = _packed(case, used, random, case.bits, case.by_channel)
@@ -122,10 +134,14 @@ class Arenas:
         beside = _Beside.of(case, tables, bases, random)
         open_blocks = _open_blocks(case, random) if case.by_channel else None
         if case.by_channel:
+            begins = [max(base, BLOCK_SIZE) if case.first_is_open else base for base in bases]
             tables = [
-                ids[: case.own_block(length) // BLOCK_SIZE - first]
-                for ids, first, length in zip(tables, firsts, case.lengths, strict=True)
+                ids[
+                    (begin - base) // BLOCK_SIZE : max(begin, case.own_block(length)) // BLOCK_SIZE - base // BLOCK_SIZE
+                ]
+                for ids, begin, base, length in zip(tables, begins, bases, case.lengths, strict=True)
             ]
+            bases = begins
         residuals = beside.low_rank(case.value_rank) if case.value_rank else None
         key_residuals = beside.of_keys() if case.key_rank else None
         return cls(case, tables, bases, keys, values, queries, sinks, residuals, key_residuals, open_blocks)
@@ -135,7 +151,9 @@ class Arenas:
         beside = self.residuals or (self.key_residuals and self.key_residuals.added)
         residual_ids = beside.block_ids if beside else ()
         open_ids = self.open_blocks.block_ids if self.open_blocks else ()
-        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window, residual_ids, open_ids)
+        first_ids = self.open_blocks.first_ids if self.open_blocks else ()
+        slots = self.block_ids, self.bases, case.lengths
+        rows = StepRows(*slots, case.num_tokens, case.window, residual_ids, open_ids, first_ids)
         return DecodePlan(case.shape, rows, least_saved=1)
 
     def expected(self) -> np.ndarray:
@@ -302,17 +320,24 @@ class _Beside:
 
 
 def _open_blocks(case: Case, random: np.random.Generator) -> OpenBlocks:
-    """Open blocks of each row's queries, in random slots."""
+    """Open blocks of each row's queries, and block 0 if it is read, in random slots."""
     blocks = [range(length // BLOCK_SIZE, case.own_block(length) // BLOCK_SIZE + 1) for length in case.lengths]
-    slots = list(map(int, random.permutation(sum(map(len, blocks)) + 2)))
+    slots = list(map(int, random.permutation(sum(map(len, blocks)) + len(blocks) + 2)))
     used = np.zeros((len(slots), BLOCK_SIZE), bool)
     tables = [[slots.pop() for _ in of_row] for of_row in blocks]
+    first_ids, shared = [], slots.pop()
+    for ids, length in zip(tables, case.lengths, strict=True):
+        first = -1
+        if case.reads_first(length):
+            first = ids[0] if length < BLOCK_SIZE else shared if case.shares(length) else slots.pop()
+            used[first, case.oldest(length) :] = True
+        first_ids.append(first)
     for ids, of_row, length in zip(tables, blocks, case.lengths, strict=True):
         for slot, block in zip(ids, of_row, strict=True):
             begin = max(0, case.oldest(length) - block * BLOCK_SIZE)
             used[slot, begin : length + case.num_tokens - block * BLOCK_SIZE] = True
     keys, values = (_packed(case, used, random, 8) for _ in range(2))
-    return OpenBlocks(keys, values, tables)
+    return OpenBlocks(keys, values, tables, first_ids if case.first_is_open else ())
 
 
 def _packed(

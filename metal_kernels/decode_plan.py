@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,6 +18,17 @@ _NO_WINDOW = 1 << 30
 _WIDTHS = 16
 
 
+class Table(NamedTuple):
+    """Slots of the blocks that a row reads, from position `base` on.
+
+    `first_is_open`: whether the first is block 0, in its slot among the open blocks.
+    """
+
+    block_ids: Sequence[int]
+    base: int
+    first_is_open: bool = False
+
+
 @dataclass(frozen=True)
 class Span:
     """A group: queries (row * num_tokens + token) that read the same tokens, `begin … end-1`, of a block table.
@@ -25,6 +36,7 @@ class Span:
     Args:
         base: position of the table's first block.
         open_slot: slot of the queries' own block, which is then not read from the table; -1 if there is none.
+        first_is_open: whether the table's first block is block 0 in its open form, and not the queries' own.
     """
 
     block_ids: tuple[int, ...]
@@ -33,6 +45,12 @@ class Span:
     end: int
     members: tuple[int, ...]
     open_slot: int = -1
+    first_is_open: bool = False
+
+    @property
+    def sealed_begin(self) -> int:
+        """Position of the first token that is read from a full block."""
+        return BLOCK_SIZE if self.first_is_open else self.begin
 
 
 class Groups:
@@ -53,8 +71,9 @@ class Groups:
 
     @cached_property
     def bounds(self) -> mx.array:
-        """base, begin, end and open slot, int32 [groups, 4]."""
-        return ints(tuple((span.base, span.begin, span.end, span.open_slot) for span in self.spans))
+        """base, begin, end, open slot and `sealed_begin`, int32 [groups, 5]."""
+        spans = self.spans
+        return ints(tuple((span.base, span.begin, span.end, span.open_slot, span.sealed_begin) for span in spans))
 
     @cached_property
     def members(self) -> mx.array:
@@ -83,9 +102,11 @@ class StepRows:
         bases: position of each row's first block.
         lengths: tokens before the step.
         window: latest tokens attended to; None for all.
-        residual_ids: slots of the same blocks' residuals.
+        residual_ids: slots of residuals of all blocks that a row reads, in their order.
         open_ids: slots of open blocks, from the block of a row's first query; () if queries read their own blocks from
             `block_ids`, else these need no own blocks.
+        first_ids: slots of block 0 among the open blocks, by row, for queries of later blocks; -1 if these do not read
+            it. `block_ids` then begin with block 1 or later. () if block 0 is read from `block_ids`.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -95,6 +116,23 @@ class StepRows:
     window: int | None = None
     residual_ids: Sequence[Sequence[int]] = ()
     open_ids: Sequence[Sequence[int]] = ()
+    first_ids: Sequence[int] = ()
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        return [self._table(row) for row in range(len(self.lengths))]
+
+    @property
+    def residual_tables(self) -> list[Table]:
+        """`tables` with the residuals' slots."""
+        pairs = zip(self.tables, self.residual_ids, strict=True)
+        return [table._replace(block_ids=ids) for table, ids in pairs]
+
+    def _table(self, row: int) -> Table:
+        ids, first = self.block_ids[row], -1
+        if self.first_ids:
+            first = self.open_ids[row][0] if self.lengths[row] < BLOCK_SIZE else self.first_ids[row]
+        return Table(ids, self.bases[row]) if first < 0 else Table((first, *ids), 0, first_is_open=True)
 
     def queries_of(self, row: int) -> list[int]:
         return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
@@ -129,9 +167,10 @@ class DecodePlan:
         members = own_tiling(shape, rows.num_tokens).members
         # Both tables of a launch are equally wide.
         num_blocks = max(map(len, rows.residual_ids), default=1)
-        self.own = Groups(*own_spans(rows, prefixes, members), num_blocks)
-        in_residuals = replace(rows, block_ids=rows.residual_ids)
-        self.beside = Groups(*own_spans(in_residuals, (), members), num_blocks) if rows.residual_ids else None
+        self.own = Groups(*own_spans(rows, rows.tables, prefixes, members), num_blocks)
+        self.beside = None
+        if rows.residual_ids:
+            self.beside = Groups(*own_spans(rows, rows.residual_tables, (), members), self.own.width)
         self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
         self.launches: dict[Any, Any] = {}
 
@@ -171,12 +210,13 @@ class Prefix:
 
 def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
     """Rows' common prefixes, without last blocks: each row needs tokens of its own."""
-    by_first: dict[int, list[int]] = {}
-    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
-        if base == 0 and length >= BLOCK_SIZE:
-            by_first.setdefault(ids[0], []).append(row)
+    by_first: dict[tuple[int, bool], list[int]] = {}
+    for row, (table, length) in enumerate(zip(rows.tables, rows.lengths, strict=True)):
+        if table.base == 0 and length >= BLOCK_SIZE:
+            by_first.setdefault((table.block_ids[0], table.first_is_open), []).append(row)
+    before = [table.block_ids[: length // BLOCK_SIZE] for table, length in zip(rows.tables, rows.lengths, strict=True)]
     prefixes = [
-        Prefix(tuple(alike), _common_blocks([rows.block_ids[row][: rows.lengths[row] // BLOCK_SIZE] for row in alike]))
+        Prefix(tuple(alike), _common_blocks([before[row] for row in alike]))
         for alike in by_first.values()
         if len(alike) > 1
     ]
@@ -194,18 +234,17 @@ def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple
     spans = []
     for prefix in prefixes:
         queries = [query for row in prefix.rows for query in rows.queries_of(row)]
-        common = tuple(rows.block_ids[prefix.rows[0]][: prefix.num_blocks])
-        spans += [
-            Span(common, 0, 0, prefix.num_tokens, tuple(queries[at : at + size])) for at in range(0, len(queries), size)
-        ]
+        ids, base, first_is_open = rows.tables[prefix.rows[0]]
+        read = Span(tuple(ids[: prefix.num_blocks]), base, base, prefix.num_tokens, (), first_is_open=first_is_open)
+        spans += [replace(read, members=tuple(queries[at : at + size])) for at in range(0, len(queries), size)]
     return spans, size
 
 
-def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of up to `size` queries of a row, over tokens outside `prefixes`, and `size`."""
+def own_spans(rows: StepRows, tables: Sequence[Table], prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
+    """Groups of up to `size` queries of a row, over tokens of `tables` outside `prefixes`, and `size`."""
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
-    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+    for row, ((ids, base, first_is_open), length) in enumerate(zip(tables, rows.lengths, strict=True)):
         for run in rows.runs_of(row, size):
             queries = rows.queries_of(row)[run.start : run.stop]
             oldest = 0 if rows.window is None else length + run.start - rows.window + 1
@@ -213,5 +252,6 @@ def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[li
             skipped = (begin - base) // BLOCK_SIZE
             open_slot = rows.open_slot_of(row, end - 1)
             at = base + skipped * BLOCK_SIZE
-            spans.append(Span(tuple(ids[skipped:]), at, begin, end, tuple(queries), open_slot))
+            reads_first = first_is_open and begin < BLOCK_SIZE < end
+            spans.append(Span(tuple(ids[skipped:]), at, begin, end, tuple(queries), open_slot, reads_first))
     return spans, size

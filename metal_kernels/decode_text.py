@@ -113,13 +113,19 @@ METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, thread ChannelTil
         }
     }
 }
-// A tile of the open block, in 8 bits by token; `slots` has its slot, `place` is within it.
-template <int HEADS, int D, int GS, typename S, typename Table>
+// A tile of an open block, in 8 bits by token; `place` is within it.
+template <int HEADS, int D, int GS, typename S>
 METAL_FUNC void stage_open(SHARED_POINTER(S) stage, int width, const device uint* data, const device half* scales,
-                           const device half* biases, Table slots, int head, int place, int from, int stop, int lane) {
+                           const device half* biases, int slot, int head, int place, int from, int stop, int lane) {
     TokenTile<D, GS, 8> tile;
-    load_tile(tile, data, scales, biases, find_tile<HEADS>(slots, head, place, from, stop), lane);
+    load_tile(tile, data, scales, biases, find_tile<HEADS>(&slot, head, place, from, stop), lane);
     stage_tile(stage, width, tile, lane);
+}
+// As `find_tile`, of residuals: `place` counts on at `tail` with tokens `from` ... `sealed` - 1, `back` before.
+template <typename Table>
+METAL_FUNC TileRows find_beside(Table slots, int place, int tail, int back, int from, int sealed, int stop) {
+    return place < tail ? find_tile<1>(slots, 0, place, from, stop)
+                        : find_tile<1>(slots, 0, place - back, from, metal::min(sealed, stop));
 }
 // Of the tile's tokens, what is kept of rank RANK, in eights, which zeros fill up.
 template <int RANK, int EIGHTS, int LOADS>
@@ -220,12 +226,13 @@ _BODY = """
     const int split = tg % splits;
     const int head = tg / splits % HEADS;
     const int group = tg / (splits * HEADS);
-    const int base = spans[4 * group];
-    const int begin = spans[4 * group + 1];
-    const int end = spans[4 * group + 2];
-    // Shared prefixes end before any open block.
-    const bool HAS_OPEN = BY_CHANNEL && !COOPERATIVE;
-    const int opens = HAS_OPEN ? (end - 1) / 256 * 256 : end;
+    const int base = spans[5 * group];
+    const int begin = spans[5 * group + 1];
+    const int end = spans[5 * group + 2];
+    const int own_slot = spans[5 * group + 3];
+    // Tokens from `sealed` to `opens` are in full blocks, those before in block 0, those behind in the own block.
+    const int sealed = spans[5 * group + 4];
+    const int opens = BY_CHANNEL && own_slot >= 0 ? (end - 1) / 256 * 256 : end;
     const int EIGHTS = RANK > 0 ? (RANK + 7) / 8 : 1;
     const int LOADS = (16 * EIGHTS + 31) / 32;
     const int DV = RANK > 0 ? D + EIGHTS * 8 : D;
@@ -242,18 +249,20 @@ _BODY = """
     SHARED_POINTER(float) merged = (SHARED_POINTER(float))pool;
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
-    // Splits take turns by rounds, so that tiles of an open block, which are not loaded ahead, go to several of them. A
-    // round lies within a group of 64 tokens. The first tiles are on their way while queries are put where they are
-    // multiplied.
+    // Splits take turns by rounds, so that tiles of open blocks, which are not loaded ahead, go to several of them. A
+    // round lies within a group of 64 tokens. Block 0 in its open form comes last, as if it were at `tail`. The first
+    // tiles are on their way while queries are put where they are multiplied.
     const int ROUND = NSG * 16;
-    const int first = begin / ROUND * ROUND + split * ROUND;
+    const int first = sealed / ROUND * ROUND + split * ROUND;
+    const int tail = (end + ROUND - 1) / ROUND * ROUND;
+    const int back = tail - begin / ROUND * ROUND;
     typename KeyTile<BY_CHANNEL, D, GS, KEY_BITS>::type keys;
     TokenTile<D, GS, VALUE_BITS> values;
     half low[LOADS * 8];
     half key_low[KEY_RANKS * 8];
     half norms[2];
     TileRows rows =
-        find_tile<HEADS>(table + group * width, head, first + sg * 16 - base, begin - base, opens - base);
+        find_tile<HEADS>(table + group * width, head, first + sg * 16 - base, sealed - base, opens - base);
     load_tile(keys, kq, ks, kb, rows, lane);
     load_tile(values, vq, vs, vb, rows, lane);
 
@@ -290,31 +299,37 @@ _BODY = """
     UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
 
     const int residuals_end = RANK > 0 || KEY_RANK > 0 ? end - base : 0;
-    rows = find_tile<1>(residual_table + group * width, 0, first + sg * 16 - base, begin - base, residuals_end);
+    rows = find_beside(residual_table + group * width, first + sg * 16 - base, tail - base, back, begin - base,
+                       sealed - base, residuals_end);
     if (RANK > 0) load_residuals<RANK, EIGHTS, LOADS>(residuals, rows, lane, low);
     if (KEY_RANK > 0) load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(key_residuals, rows, lane, key_low);
     if (NORMED) load_norms<HEADS>(key_norms, rows, head, lane, norms);
-    // Full blocks, then the open one: two loops when unrolled, since each needs registers that the other does not.
-    int t0 = first;
-    UNROLL for (int form = 0; form < (HAS_OPEN ? 2 : 1); ++form) {
+    // Full blocks, then open ones: two loops when unrolled, since each needs registers that the other does not.
+    int turn = first;
+    UNROLL for (int form = 0; form < (BY_CHANNEL ? 2 : 1); ++form) {
         const bool is_open = form == 1;
-        const int until = is_open ? end : opens;
-        for (; t0 < until; t0 += splits * ROUND) {
-            // What comes next is on its way while this is computed.
+        const int until = is_open ? back + sealed / ROUND * ROUND : opens;
+        for (; turn < until; turn += splits * ROUND) {
+            const bool is_first = is_open && turn >= tail;
+            const int t0 = is_first ? turn - back : turn;
             const int here = t0 + sg * 16;
-            const int next = here + splits * ROUND - base;
-            rows = find_tile<HEADS>(table + group * width, head, next, begin - base, opens - base);
+            const int slot = is_first ? table[group * width] : own_slot;
+            const int slot_at = is_first ? base : opens;
+            const int slot_end = is_first ? sealed : end;
+            // What comes next is on its way while this is computed.
+            const int next = turn + sg * 16 + splits * ROUND - base;
+            rows = find_tile<HEADS>(table + group * width, head, next, sealed - base, opens - base);
             if (is_open) {
-                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, spans + 4 * group + 3, head,
-                                         here - opens, begin - opens, end - opens, lane);
+                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, slot, head, here - slot_at,
+                                         begin - slot_at, slot_end - slot_at, lane);
             } else {
                 stage_tile(stage + sg * 16 * LD, LD, keys, lane);
                 load_tile(keys, kq, ks, kb, rows, lane);
             }
             const float without = NORMED ? float(norms[0]) : 1.0f;
             const float agent = NORMED ? float(norms[1]) : 1.0f;
-            const TileRows beside =
-                find_tile<1>(residual_table + group * width, 0, next, begin - base, residuals_end);
+            const TileRows beside = find_beside(residual_table + group * width, next, tail - base, back, begin - base,
+                                                sealed - base, residuals_end);
             if (NORMED) load_norms<HEADS>(key_norms, beside, head, lane, norms);
             if (KEY_RANK > 0) {
                 stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);
@@ -340,8 +355,8 @@ _BODY = """
             if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
             else simdgroup_barrier(mem_flags::mem_threadgroup);
             if (is_open) {
-                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, spans + 4 * group + 3, head,
-                                         here - opens, begin - opens, end - opens, lane);
+                stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, slot, head, here - slot_at,
+                                         begin - slot_at, slot_end - slot_at, lane);
             } else {
                 stage_tile(stage + sg * 16 * LD, LD, values, lane);
                 load_tile(values, vq, vs, vb, rows, lane);

@@ -100,11 +100,20 @@ def row_of(
 
 @dataclass(frozen=True, eq=False)
 class OpenBlocks:
-    """Open blocks, 8 bits by token; `block_ids` by row, from the block of its first query."""
+    """Open blocks, 8 bits by token; `block_ids` by row, from the block of its first query.
+
+    `first_ids`: slots of block 0 for queries of later blocks, by row; -1 if these do not read it; () if they read it
+    from full blocks.
+    """
 
     keys: PackedNumpy
     values: PackedNumpy
     block_ids: Sequence[Sequence[int]]
+    first_ids: Sequence[int] = ()
+
+    def row(self, block_ids: Sequence[int], num_tokens: int) -> tuple[Array, Array]:
+        """Keys and values of a block table's first tokens, [H_kv, num_tokens, D]."""
+        return row_of(self.keys, block_ids, num_tokens, 8), row_of(self.values, block_ids, num_tokens, 8)
 
 
 def attention(
@@ -128,7 +137,7 @@ def attention(
 
     Args:
         bits: of keys and of values.
-        open_blocks: from which queries read their own blocks; `keys` are by channel then.
+        open_blocks: from which queries read their own blocks, and block 0; `keys` are by channel then.
     """
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
@@ -138,14 +147,15 @@ def attention(
                 k, v = (row_of(side, ids, end - base, of) for side, of in zip((keys, values), bits, strict=True))
             else:
                 slot = open_blocks.block_ids[row][begin // BLOCK_SIZE - length // BLOCK_SIZE]
-                k, v = _of_both(keys, values, bits[1], ids, open_blocks, slot, base, end)
-            assert k.shape[1] == v.shape[1] == end - base
+                first = open_blocks.first_ids[row] if open_blocks.first_ids else -1
+                k, v = _of_both(keys, values, bits[1], ids, open_blocks, (first, slot), base, end)
+            at = end - k.shape[1]
             if residuals is not None:
-                v = v + residuals.of_row(row, end - base)
+                v = v + residuals.of_row(row, end - at)
             if key_residuals is not None:
-                k = key_residuals.of_row(row, k, base)
+                k = key_residuals.of_row(row, k, at)
             own = query[:, begin - length : end - length]
-            parts.append(_row(own, k, v, base, begin, scale, window, softcap, sinks))
+            parts.append(_row(own, k, v, at, begin, scale, window, softcap, sinks))
         rows.append(np.concatenate(parts, axis=1))
     return np.stack(rows)
 
@@ -162,15 +172,24 @@ def _of_both(
     value_bits: int,
     block_ids: Sequence[int],
     open_blocks: OpenBlocks,
-    slot: int,
+    slots: tuple[int, int],
     base: int,
     end: int,
 ) -> tuple[Array, Array]:
-    """Keys and values `base … end-1`: the last block from its open `slot`, earlier ones from full blocks."""
+    """Keys and values up to `end - 1`: block 0 and the last one from open `slots`, those from `base` on from full ones.
+
+    Without block 0 they begin at `base`.
+    """
+    first, last = slots
     own = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
-    full = block_ids[: (own - base) // BLOCK_SIZE]
-    k = row_of(keys, full, own - base, by_channel=True), row_of(open_blocks.keys, [slot], end - own, 8)
-    v = row_of(values, full, own - base, value_bits), row_of(open_blocks.values, [slot], end - own, 8)
+    count = max(0, own - base)
+    full = block_ids[: count // BLOCK_SIZE]
+    parts = [
+        open_blocks.row([first], BLOCK_SIZE if own and first >= 0 else 0),
+        (row_of(keys, full, count, by_channel=True), row_of(values, full, count, value_bits)),
+        open_blocks.row([last], end - own),
+    ]
+    k, v = zip(*parts, strict=True)
     return np.concatenate(k, axis=1), np.concatenate(v, axis=1)
 
 

@@ -119,7 +119,7 @@ class LatentPlan:
 
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
-        self.groups = Groups(*own_spans(rows, [], 1))
+        self.groups = Groups(*own_spans(rows, rows.tables, [], 1))
         self.launches: dict[Any, PreparedLatents] = {}
 
     @cached_property
