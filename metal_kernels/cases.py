@@ -134,14 +134,12 @@ class Arenas:
         beside = _Beside.of(case, tables, bases, random)
         open_blocks = _open_blocks(case, random) if case.by_channel else None
         if case.by_channel:
-            begins = [max(base, BLOCK_SIZE) if case.first_is_open else base for base in bases]
+            starts = [max(first, int(case.first_is_open)) for first in firsts]
             tables = [
-                ids[
-                    (begin - base) // BLOCK_SIZE : max(begin, case.own_block(length)) // BLOCK_SIZE - base // BLOCK_SIZE
-                ]
-                for ids, begin, base, length in zip(tables, begins, bases, case.lengths, strict=True)
+                ids[start - first : max(start, case.own_block(length) // BLOCK_SIZE) - first]
+                for ids, start, first, length in zip(tables, starts, firsts, case.lengths, strict=True)
             ]
-            bases = begins
+            bases = [start * BLOCK_SIZE for start in starts]
         residuals = beside.low_rank(case.value_rank) if case.value_rank else None
         key_residuals = beside.of_keys() if case.key_rank else None
         return cls(case, tables, bases, keys, values, queries, sinks, residuals, key_residuals, open_blocks)

@@ -315,13 +315,12 @@ _BODY = """
             const int here = t0 + sg * 16;
             const int slot = is_first ? table[group * width] : own_slot;
             const int slot_at = is_first ? base : opens;
-            const int slot_end = is_first ? sealed : end;
             // What comes next is on its way while this is computed.
             const int next = turn + sg * 16 + splits * ROUND - base;
             rows = find_tile<HEADS>(table + group * width, head, next, sealed - base, opens - base);
             if (is_open) {
                 stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, okq, oks, okb, slot, head, here - slot_at,
-                                         begin - slot_at, slot_end - slot_at, lane);
+                                         begin - slot_at, end - slot_at, lane);
             } else {
                 stage_tile(stage + sg * 16 * LD, LD, keys, lane);
                 load_tile(keys, kq, ks, kb, rows, lane);
@@ -356,7 +355,7 @@ _BODY = """
             else simdgroup_barrier(mem_flags::mem_threadgroup);
             if (is_open) {
                 stage_open<HEADS, D, GS>(stage + sg * 16 * LD, LD, ovq, ovs, ovb, slot, head, here - slot_at,
-                                         begin - slot_at, slot_end - slot_at, lane);
+                                         begin - slot_at, end - slot_at, lane);
             } else {
                 stage_tile(stage + sg * 16 * LD, LD, values, lane);
                 load_tile(values, vq, vs, vb, rows, lane);

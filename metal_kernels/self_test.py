@@ -240,19 +240,23 @@ def _latent_case(shape: LatentShape, **of_step: object) -> LatentCase:
 
 def steps(shape: HeadShape) -> dict[str, Case]:
     """Steps that use all kernels of this shape."""
+    # The first block that is read by channel is block 1.
+    prefix, length = (2, 300 + BLOCK_SIZE) if shape.by_channel else (1, 300)
     if has_residuals(shape):
         return {
-            "decode with residuals": _case(shape, lengths=(300, 17)),
+            "decode with residuals": _case(shape, lengths=(length, 17)),
             "decode with residuals, window, softcap and sinks": _case(
-                shape, lengths=(300, 17), window=64, softcap=20.0, sinks=True
+                shape, lengths=(length, 17), window=64, softcap=20.0, sinks=True
             ),
-            "decode of several tokens with residuals": _case(shape, lengths=(300, 250), num_tokens=16),
+            "decode of several tokens with residuals": _case(shape, lengths=(length, 250), num_tokens=16),
         }
     return {
-        "decode": _case(shape, lengths=(300, 17)),
-        "decode with window, softcap and sinks": _case(shape, lengths=(300, 17), window=64, softcap=20.0, sinks=True),
-        "decode of several tokens": _case(shape, lengths=(300, 250), num_tokens=16),
-        "decode of a shared prefix": _case(shape, lengths=(300, 290, 20), prefix=1),
+        "decode": _case(shape, lengths=(length, 17)),
+        "decode with window, softcap and sinks": _case(
+            shape, lengths=(length, 17), window=64, softcap=20.0, sinks=True
+        ),
+        "decode of several tokens": _case(shape, lengths=(length, 250), num_tokens=16),
+        "decode of a shared prefix": _case(shape, lengths=(length, length - 10, 20), prefix=prefix),
     }
 
 
@@ -263,6 +267,7 @@ def has_residuals(shape: HeadShape) -> bool:
 def _case(shape: HeadShape, **of_step: object) -> Case:
     heads = {"dim": shape.dim, "kv_heads": shape.kv_heads, "gqa": shape.queries_per_head}
     kept = {"dtype": shape.dtype, "group": shape.group_size, "by_channel": shape.by_channel}
+    kept |= {"first_is_open": shape.by_channel}
     kept |= {"bits": shape.bits, "value_bits": shape.value_bits}
     residuals = {name: getattr(shape, name) for name in ResidualKind._fields}
     return Case(**heads, **kept, **residuals, **of_step)  # type: ignore[arg-type]

@@ -180,11 +180,12 @@ EIGHT_BITS = replace(SHAPE, bits=8, value_bits=8)
 @pytest.mark.parametrize(
     ("shape", "old", "new"),
     [
-        (BY_CHANNEL, "okb, spans + 4 * group + 3", "okb, spans + 3"),
+        (BY_CHANNEL, "= spans[5 * group + 3];", "= spans[3];"),
+        slow(BY_CHANNEL, "is_first ? turn - back : turn;", "turn;"),
         slow(BY_CHANNEL, "rows.row / 64 * D", "rows.row / 256 * 4 * D"),
         slow(EIGHT_BITS, "words[0], words[1], scale", "words[0], words[0], scale"),
     ],
-    ids=["open slots", "groups", "bytes"],
+    ids=["open slots", "block 0", "groups", "bytes"],
 )
 def test_other_forms_that_are_wrong_are_named(shape: HeadShape, old: str, new: str, emulate: Emulate) -> None:
     emulate(edits={"agentcache_decode": lambda launch: launch.edited(old, new)})
