@@ -49,7 +49,7 @@ class KernelsPlan:
 
     Args:
         prefixes: (rows, shared tokens, own tokens).
-        by_channel: (rows, context), with keys by channel; each row's last block is open and half full.
+        by_channel: (rows, context), with keys by channel; block 0 and each row's last block, half full, are open.
         residuals: (rows, tokens per row, rank); on values, then also on keys.
         unpacked: contexts, without and with residuals.
         latents: (rows, context).
@@ -213,16 +213,18 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
 
 
 def _by_channel_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    blocks, opened = context // BLOCK_SIZE - 1, BLOCK_SIZE // 2
+    blocks, opened = context // BLOCK_SIZE - 2, BLOCK_SIZE // 2
     layers = Layers(plan, rows * blocks)
     order = np.random.default_rng(0).permutation(rows * blocks)
     ids = [list(map(int, row)) for row in order.reshape(rows, blocks)]
-    length = blocks * BLOCK_SIZE + opened - 1
+    length = (1 + blocks) * BLOCK_SIZE + opened - 1
     dtype = getattr(mx, plan.dtype)
     heads = plan.kv_heads, plan.queries_per_head
     shape = HeadShape(plan.dim, *heads, layers.quantisation.group_size, dtype, by_channel=True)
-    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1, open_ids=[[row] for row in range(rows)]))
-    packed = [_by_channel(arena, rows) for arena in layers.arenas]
+    own, first = [[row] for row in range(rows)], range(rows, 2 * rows)
+    step = StepRows(ids, [BLOCK_SIZE] * rows, [length] * rows, 1, open_ids=own, first_ids=first)
+    reads = DecodePlan(shape, step)
+    packed = [_by_channel(arena, 2 * rows) for arena in layers.arenas]
     queries = mx.random.normal((rows, heads[0] * heads[1], 1, plan.dim)).astype(dtype)
     mx.eval(packed, queries)
 
@@ -240,17 +242,19 @@ def _by_channel_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
         return x
 
     kernel_us = _fastest(plan.rounds, _traced(kernel)) / layers.count * 1e6
-    moved = rows * (blocks * BLOCK_SIZE * bytes_per_token(plan) + opened * bytes_per_open_token(plan))
+    moved = rows * (blocks * BLOCK_SIZE * bytes_per_token(plan) + (BLOCK_SIZE + opened) * bytes_per_open_token(plan))
     return Sample("decode, keys by channel", rows, length + 1, moved, kernel_us)
 
 
-def _by_channel(arena: LayerArena, rows: int) -> list[PackedArrays]:
-    """Keys and values of full blocks, in the arena's data, and of an open block for each row."""
+def _by_channel(arena: LayerArena, num_open: int) -> list[PackedArrays]:
+    """Keys and values of full blocks, in the arena's data, and of open blocks."""
     (data, *_), (*values,) = (side.arrays() for _, side in arena.sides)
     slots, kv_heads, _, words = data.shape
     full = slots, kv_heads, 4, 8 * words
-    in_bytes = rows, *values[1].shape[1:]
-    opened = [(_words(rows, kv_heads, BLOCK_SIZE, 2 * words), _factors(*in_bytes), _factors(*in_bytes)) for _ in "kv"]
+    in_bytes = num_open, *values[1].shape[1:]
+    opened = [
+        (_words(num_open, kv_heads, BLOCK_SIZE, 2 * words), _factors(*in_bytes), _factors(*in_bytes)) for _ in "kv"
+    ]
     return [(data, _factors(*full), _factors(*full)), (values[0], values[1], values[2]), *opened]
 
 

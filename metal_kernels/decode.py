@@ -4,8 +4,8 @@ A threadgroup computes one split of a group's tokens (`Span`) for one kv head an
 bytes are read once per group (shared prefixes: Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets
 of groups. Sums are in float; 16-bit models multiply in half.
 
-If keys are by channel (KIVI, arXiv 2402.02750), a query reads its own block of 256 tokens from the open blocks, in 8
-bits by token, and all earlier blocks from keys and values.
+If keys are by channel (KIVI, arXiv 2402.02750), a query reads block 0 and its own block of 256 tokens from the open
+blocks, in 8 bits by token, and all others from keys and values.
 
 Rows with residuals (ForkKV, arXiv 2604.06370) add (x·A)·B to base's KV: out = P·V + (P·x·A)·B. A token's x·A is staged
 behind its value, so that one product with P sums both; `merge` multiplies with B. A key's residual R(x·A·B) is rebuilt

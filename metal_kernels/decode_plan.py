@@ -103,8 +103,8 @@ class StepRows:
         lengths: tokens before the step.
         window: latest tokens attended to; None for all.
         residual_ids: slots of residuals of all blocks that a row reads, in their order.
-        open_ids: slots of open blocks, from the block of a row's first query; () if queries read their own blocks from
-            `block_ids`, else these need no own blocks.
+        open_ids: slots of open blocks, from the block of a row's first query; -1 for one that is read when full. () if
+            queries read their own blocks from `block_ids`, else these need no own blocks that are open.
         first_ids: slots of block 0 among the open blocks, by row, for queries of later blocks; -1 if these do not read
             it. `block_ids` then begin with block 1 or later. () if block 0 is read from `block_ids`.
     """
@@ -132,6 +132,7 @@ class StepRows:
         ids, first = self.block_ids[row], -1
         if self.first_ids:
             first = self.open_ids[row][0] if self.lengths[row] < BLOCK_SIZE else self.first_ids[row]
+            assert first < 0 or not ids or self.bases[row] == BLOCK_SIZE
         return Table(ids, self.bases[row]) if first < 0 else Table((first, *ids), 0, first_is_open=True)
 
     def queries_of(self, row: int) -> list[int]:

@@ -176,16 +176,16 @@ def _of_both(
     base: int,
     end: int,
 ) -> tuple[Array, Array]:
-    """Keys and values up to `end - 1`: block 0 and the last one from open `slots`, those from `base` on from full ones.
+    """Keys and values up to `end - 1`: block 0 and the last one from open `slots`, others from full blocks.
 
-    Without block 0 they begin at `base`.
+    Without block 0 they begin at `base`. The last one is also a full block if its slot is -1.
     """
     first, last = slots
-    own = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
+    own = (end - 1) // BLOCK_SIZE * BLOCK_SIZE if last >= 0 else end
     count = max(0, own - base)
-    full = block_ids[: count // BLOCK_SIZE]
+    full = block_ids[: -(-count // BLOCK_SIZE)]
     parts = [
-        open_blocks.row([first], BLOCK_SIZE if own and first >= 0 else 0),
+        open_blocks.row([first], BLOCK_SIZE if first >= 0 and end > BLOCK_SIZE else 0),
         (row_of(keys, full, count, by_channel=True), row_of(values, full, count, value_bits)),
         open_blocks.row([last], end - own),
     ]

@@ -115,7 +115,7 @@ def steps_with_first_blocks(draw: st.DrawFn) -> tuple[HeadShape, StepRows, int]:
     for table, base, length, opened in zip(rows.block_ids, rows.bases, rows.lengths, rows.open_ids, strict=True):
         has_first = base == 0 and len(table) > 0 and (length >= BLOCK or len(opened) > 1)
         ids.append(table[1:] if base == 0 else table)
-        bases.append(max(base, draw(st.sampled_from([0, BLOCK])) if length < BLOCK else BLOCK))
+        bases.append(max(base, BLOCK))
         first_ids.append((opened[0] if length < BLOCK else 1_000_000 + table[0]) if has_first else -1)
     return shape, replace(rows, block_ids=ids, bases=bases, first_ids=first_ids), least_saved
 

@@ -102,6 +102,19 @@ def test_a_window_reads_no_more_of_block_0_than_itself(emulate: Emulate) -> None
     assert moved(log[0], case) == (256, 15 + 189 + 256 + 45)
 
 
+@needs_clang
+def test_a_query_may_read_its_own_block_when_it_is_full(emulate: Emulate) -> None:
+    """As rows with residuals do, whose base has sealed the block."""
+    emulate()
+    longer = Arenas.of(ROWS)
+    assert longer.open_blocks is not None
+    opened = replace(longer.open_blocks, block_ids=[[-1]], first_ids=longer.open_blocks.first_ids[2:])
+    case = replace(ROWS, lengths=(510,))
+    arenas = replace(longer, case=case, block_ids=longer.block_ids[2:], bases=[256], queries=longer.queries[2:])
+    arenas = replace(arenas, open_blocks=opened)
+    assert error(arenas.decoded(), arenas.expected()) <= TOLERANCE[F32]
+
+
 @pytest.mark.parametrize("window", [None, 270])
 def test_the_definition_is_the_rule(window: int | None) -> None:
     """By positions alone: a query reads block 0 and its own block in 8 bits, others by channel."""
@@ -148,9 +161,13 @@ BUGS = [
     Bug("block 0 read from full blocks, too", "= spans[5 * group + 4];", "= begin;", NUMBERS),
     Bug("full blocks from another token", "sealed / ROUND * ROUND + split", "begin / ROUND * ROUND + split", NUMBERS),
     Bug("at positions behind the last", "is_first ? turn - back : turn;", "turn;", NUMBERS),
-    Bug("place of another block", "is_first ? base : opens;", "opens;", "out-of-bounds"),
+    Bug("place of another block", "is_first ? base : opens;", "opens;", NUMBERS),
     Bug("rounds not whole", "(end + ROUND - 1) / ROUND * ROUND;", "end;", NUMBERS),
     Bug("rounds not begun at the window's", "tail - begin / ROUND * ROUND;", "tail - begin;", NUMBERS),
+]
+SHARED_BUGS = [
+    Bug("own slot for block 0", SLOT, "own_slot;", "out-of-bounds"),
+    *(bug for bug in BUGS if bug.kind in ("block 0 left out", "at positions behind the last")),
 ]
 RESIDUAL_BUGS = [
     Bug("residuals not of block 0", "place - back, from, metal::min", "place, from, metal::min", NUMBERS),
@@ -167,7 +184,7 @@ def test_a_planted_bug_is_caught(bug: Bug, emulate: Emulate) -> None:
 
 @needs_clang
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS[:3], ids=str)
+@pytest.mark.parametrize("bug", SHARED_BUGS, ids=str)
 def test_a_planted_bug_in_a_shared_prefix_is_caught(bug: Bug, emulate: Emulate) -> None:
     """Rows of this case read block 0 only there."""
     emulate(edits={bug.kernel: bug.plant})

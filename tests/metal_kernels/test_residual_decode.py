@@ -111,7 +111,7 @@ EIGHTS = Case(64, 1, 2, F16, (300,), value_rank=16)
 AFTER_VALUES = "            UNROLL for (int tile = 0; tile < TILES; ++tile) {"
 BUGS = [
     Bug("barrier missing", f"{BARRIERS}{AFTER_VALUES}", AFTER_VALUES, "race"),
-    Bug("table off by a block", "(residual_table + group * width, 0, next", "(residual_table + 1, 0, next", NUMBERS),
+    Bug("table off by a block", "(residual_table + group * width, next", "(residual_table + 1, next", NUMBERS),
     Bug(
         "stride of whole eights",
         "(rows.row + token) * RANK + column",

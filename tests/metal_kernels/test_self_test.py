@@ -192,7 +192,8 @@ def test_other_forms_that_are_wrong_are_named(shape: HeadShape, old: str, new: s
     assert [each.partition(" (off by ")[0] for each in wrong_steps(shape)] == list(steps(shape))
 
 
-@pytest.mark.parametrize("shape", [BY_CHANNEL, slow(replace(BY_CHANNEL, value_rank=3)), slow(EIGHT_BITS)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [BY_CHANNEL, replace(BY_CHANNEL, value_rank=3), EIGHT_BITS], ids=str)
 def test_right_kernels_of_other_forms_pass(shape: HeadShape, emulate: Emulate) -> None:
     emulate()
     assert not wrong_steps(shape)
