@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -142,6 +143,8 @@ FORM_CASES = [
         for value_bits, prefix in ((8, 0), (8, 1), (4, 0))
     ),
 ]
+#: Those by channel, with block 0 in its open form.
+FIRST_CASES = [replace(case, first_is_open=True) for case in FORM_CASES if case.by_channel]
 UNPACK_RESIDUAL_CASES = [
     Case(dim, 2, dtype=dtype, lengths=(length,), value_rank=rank, key_rank=rank, pairs=pairs, **of_keys)
     for dim, pairs, rank, length in ((64, 32, 5, 257), (96, 16, 8, 40), (128, 64, 16, 259), (256, 128, 64, 21))

@@ -145,8 +145,8 @@ BUGS = [
     Bug("pointer without address space", "const device S* near, const", "const S* near, const", SYNTAX),
     Bug(
         "table of base",
-        "find_tile<1>(residual_table + group * width, 0, next",
-        "find_tile<1>(table + group * width, 0, next",
+        "find_beside(residual_table + group * width, next",
+        "find_beside(table + group * width, next",
         NUMBERS,
     ),
     Bug(

@@ -16,6 +16,7 @@ from tests.metal_kernels.cases import (
     BLOCK_CASES,
     DECODE_CASES,
     DTYPES,
+    FIRST_CASES,
     FORM_CASES,
     KEY_RESIDUAL_CASES,
     LATENT_CASES,
@@ -30,7 +31,7 @@ if device() == NO_DEVICE:
     pytest.skip("the kernels need Metal or CUDA", allow_module_level=True)
 
 
-DECODED = [*DECODE_CASES, *RESIDUAL_CASES, *KEY_RESIDUAL_CASES, *FORM_CASES]
+DECODED = [*DECODE_CASES, *RESIDUAL_CASES, *KEY_RESIDUAL_CASES, *FORM_CASES, *FIRST_CASES]
 
 
 @pytest.mark.parametrize("case", DECODED, ids=ids(DECODED))
