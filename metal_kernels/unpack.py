@@ -17,57 +17,82 @@ from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 _THREADS = 256
 _TOKENS_BY_CHANNEL = 8
 
-# One thread per eight values of TOKENS tokens of a group of 64. By channel, these share scales and biases; else the
-# thread of a group's first values loads them for the others.
+# `count` tokens from `row` on, each RUNS after the one before. A thread's tokens share scales and biases by channel;
+# else the thread of a group's first values loads a token's for the others.
+_UNPACK_FUNCTIONS = """
+template <typename T, bool BY_CHANNEL, int D, int GS, int BITS, int TOKENS>
+METAL_FUNC void unpack_tokens(const device uint* data, const device half* scales, const device half* biases, size_t row,
+                              int unit, int count, int lane, device T* to) {
+    const int RUNS = 64 / TOKENS;
+    const int SHARE = GS / 8;
+    uint words[TOKENS * BITS / 4];
+    UNROLL for (int t = 0; t < TOKENS; ++t) {
+        if (t * RUNS < count)
+            load_words<BITS>(data + ((row + t * RUNS) * (D / 8) + unit) * (BITS / 4), words + t * (BITS / 4));
+    }
+    float scale[8];
+    float bias[8];
+    if (BY_CHANNEL) {
+        const size_t at = factors_at<BY_CHANNEL, D, GS>(row, unit);
+        if (count > 0) {
+            load_factors<BY_CHANNEL>(scales + at, scale);
+            load_factors<BY_CHANNEL>(biases + at, bias);
+        }
+    } else {
+        UNROLL for (int t = 0; t < TOKENS; ++t) {
+            const size_t at = factors_at<BY_CHANNEL, D, GS>(row + t * RUNS, unit);
+            const bool loads = t * RUNS < count && lane % SHARE == 0;
+            const float own_scale = loads ? float(scales[at]) : 0.0f;
+            const float own_bias = loads ? float(biases[at]) : 0.0f;
+            scale[t] = simd_shuffle(own_scale, ushort(lane / SHARE * SHARE));
+            bias[t] = simd_shuffle(own_bias, ushort(lane / SHARE * SHARE));
+        }
+    }
+    UNROLL for (int t = 0; t < TOKENS; ++t) {
+        if (t * RUNS < count) {
+            float x[8];
+            UNROLL for (int e = 0; e < 8; ++e) {
+                const int of = BY_CHANNEL ? e : t;
+                x[e] = metal::fma(code<BITS>(words + t * (BITS / 4), e), scale[of], bias[of]);
+            }
+            store8<T>(to + t * RUNS * D, x);
+        }
+    }
+}
+"""
+# One thread per eight values of TOKENS tokens of a group of 64. Open blocks, slots below 0 of the table, are in 8 bits
+# by token. A simdgroup has tokens of one block.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
     const int tokens = params[0];
     const int UNITS = D / 8;
-    const int SHARE = GS / 8;
     const int RUNS = 64 / TOKENS;
     const int groups = (tokens + 63) / 64;
     const int unit = i % UNITS;
     const int group = i / UNITS / RUNS % groups;
     const int head = i / UNITS / RUNS / groups;
     const int first = group * 64 + i / UNITS % RUNS;
-    const bool real = head < HEADS && first < tokens;
-    const size_t row = (size_t(table[group / 4]) * HEADS + head) * 256 + first % 256;
-    uint words[TOKENS * BITS / 4];
-    UNROLL for (int t = 0; t < TOKENS; ++t) {
-        if (real && first + t * RUNS < tokens)
-            load_words<BITS>(data + ((row + t * RUNS) * UNITS + unit) * (BITS / 4), words + t * (BITS / 4));
-    }
-    const size_t at = factors_at<BY_CHANNEL, D, GS>(row, unit);
-    float scale[8];
-    float bias[8];
-    if (BY_CHANNEL) {
-        if (real) {
-            load_factors<BY_CHANNEL>(scales + at, scale);
-            load_factors<BY_CHANNEL>(biases + at, bias);
-        }
-    } else {
-        const bool loads = real && lane % SHARE == 0;
-        const float own_scale = loads ? float(scales[at]) : 0.0f;
-        const float own_bias = loads ? float(biases[at]) : 0.0f;
-        scale[0] = simd_shuffle(own_scale, ushort(lane / SHARE * SHARE));
-        bias[0] = simd_shuffle(own_bias, ushort(lane / SHARE * SHARE));
-    }
-    UNROLL for (int t = 0; t < TOKENS; ++t) {
-        const int token = first + t * RUNS;
-        if (real && token < tokens) {
-            float x[8];
-            UNROLL for (int e = 0; e < 8; ++e) {
-                const int of = BY_CHANNEL ? e : 0;
-                x[e] = metal::fma(code<BITS>(words + t * (BITS / 4), e), scale[of], bias[of]);
-            }
-            store8<T>(out + (size_t(head) * tokens + token) * D + unit * 8, x);
-        }
-    }
+    const int count = head < HEADS ? tokens - first : 0;
+    const int slot = head < HEADS ? table[group / 4] : 0;
+    const bool is_open = HAS_OPEN && slot < 0;
+    const size_t row = (size_t(is_open ? -1 - slot : slot) * HEADS + head) * 256 + first % 256;
+    device T* to = out + (size_t(head) * tokens + first) * D + unit * 8;
+    if (is_open)
+        unpack_tokens<T, false, D, OPEN_GS, 8, TOKENS>(open_data, open_scales, open_biases, row, unit, count, lane, to);
+    else
+        unpack_tokens<T, BY_CHANNEL, D, GS, BITS, TOKENS>(data, scales, biases, row, unit, count, lane, to);
 """
 
 UNPACK = KernelText(
-    "agentcache_unpack", ("data", "scales", "biases", "table", "params", "written"), ("out",), _BODY, PACKING
+    "agentcache_unpack",
+    (
+        *("data", "scales", "biases", "open_data", "open_scales", "open_biases"),
+        *("table", "params", "written"),
+    ),
+    ("out",),
+    _BODY,
+    PACKING + _UNPACK_FUNCTIONS,
 )
 
 
@@ -99,21 +124,24 @@ def unpack(
     written: mx.array | None = None,
     *,
     bits: int = 4,
+    opened: PackedArrays | None = None,
 ) -> mx.array:
     """Unpack the first tokens of the blocks `block_ids`, int32 [n], to [1, H_kv, num_tokens, D].
 
     Args:
         packed: with scales and biases of each token, or by channel: [slots, H_kv, 4, D].
         written: result of `append` or `seal` for these arrays in the same graph.
+        opened: open blocks, in 8 bits by token; slot s of them is -1 - s in `block_ids`.
     """
     form = PackedForm.of(packed, bits)
     kv_heads, dim = packed[0].shape[1], form.dim
-    tokens = _TOKENS_BY_CHANNEL if form.by_channel else 1
+    tokens = _TOKENS_BY_CHANNEL if form.by_channel or opened is not None else 1
     threads = kv_heads * -(-num_tokens // GROUP_TOKENS) * (GROUP_TOKENS // tokens) * (dim // 8)
     counts = ints((num_tokens,))
+    of_open = {"HAS_OPEN": opened is not None, "OPEN_GS": dim // (opened or packed)[1].shape[3]}
     [out] = UNPACK.launch(
-        [*packed, block_ids, counts, counts if written is None else written],
-        {"T": dtype, "HEADS": kv_heads, "TOKENS": tokens, **form.constants},
+        [*packed, *(packed if opened is None else opened), block_ids, counts, counts if written is None else written],
+        {"T": dtype, "HEADS": kv_heads, "TOKENS": tokens, **form.constants, **of_open},
         threadgroups=-(-threads // _THREADS),
         threads=_THREADS,
         outputs=[((1, kv_heads, num_tokens, dim), dtype)],

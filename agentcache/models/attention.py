@@ -69,7 +69,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
 
 
 def _flash(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    keys, values = (unpack_for(queries, kv.arena, side, kv.reads) for side in kv.arena.both)
+    keys, values = unpack_both(queries, kv.arena, kv.reads)
     attended = flash_attention(queries, keys, values, kv.reads, options)
     if kv.reads.begins_early:
         mx.async_eval(attended)
@@ -82,14 +82,15 @@ def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: Attention
     if len(segments) == 1 and reads_packed(queries.shape[2], step.batch_size, options.softcap):
         [(_, _, reads)] = segments
         return packed_attention(queries, *gather(kv.arena, reads), reads, options)
-    full = _FullBlocks(queries, kv.arena, step)
-    parts = []
+    # A kernel reads packed blocks again for each segment: joining unpacked ones would move four times the bytes.
+    by_kernel = unpacks_by_kernel(queries, kv.arena)
+    full, parts = _FullBlocks(kv.arena, step, queries.dtype), []
     for start, stop, reads in segments:
         own = queries[:, :, start:stop]
         if reads_packed(stop - start, reads.batch_size, options.softcap):
             parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))
         else:
-            keys, values = full.with_open(reads)
+            keys, values = unpack_both(queries, kv.arena, reads) if by_kernel else full.with_open(reads)
             parts.append(flash_attention(own, keys, values, reads, options))
     attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     if step.begins_early:
@@ -98,13 +99,12 @@ def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: Attention
 
 
 class _FullBlocks:
-    """Keys and values of all full blocks that one row's step reads, unpacked once."""
+    """All full blocks that one row's step reads, unpacked once."""
 
-    def __init__(self, queries: mx.array, arena: LayerArena, step: Reads) -> None:
+    def __init__(self, arena: LayerArena, step: Reads, dtype: mx.Dtype) -> None:
         self._arena = arena
         self._step = step
-        self._dtype = queries.dtype
-        self._by_kernel = unpacks_by_kernel(queries, arena)
+        self._dtype = dtype
 
     @cached_property
     def _unpacked(self) -> list[mx.array]:
@@ -126,12 +126,7 @@ class _FullBlocks:
         return self._unpacked[index][:, :, begin : begin + part.num_tokens]
 
     def _unpack(self, side: SideArena, ids: mx.array, num_tokens: int) -> mx.array:
-        def by_operations() -> mx.array:
-            return joined_blocks([dequantise(side.gather(ids), side.quantisation, self._dtype)])[:, :, :num_tokens]
-
-        if not self._by_kernel:
-            return by_operations()
-        return fused.unpacked(side, ids, num_tokens, self._dtype, self._arena.appended.keys.written, by_operations)
+        return joined_blocks([dequantise(side.gather(ids), side.quantisation, self._dtype)])[:, :, :num_tokens]
 
 
 def gather(arena: LayerArena, reads: BlockReads) -> tuple[list[PackedBlocks], list[PackedBlocks]]:
@@ -166,12 +161,17 @@ def flash_attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
+def unpack_both(queries: mx.array, arena: LayerArena, reads: BlockReads) -> list[mx.array]:
+    """One row's keys and values."""
+    return [unpack_for(queries, arena, side, reads) for side in arena.both]
+
+
 def unpack_for(queries: mx.array, arena: LayerArena, side: SideArena, reads: BlockReads) -> mx.array:
     """`unpack_row` of one of `arena`'s sides in the type of `queries`, by a kernel if usable."""
     reference = partial(unpack_row, side, reads, queries.dtype)
-    if reads.blocks.open_ids is not None or not unpacks_by_kernel(queries, arena):
+    if not unpacks_by_kernel(queries, arena):
         return reference()
-    return fused.unpacked(side, fused.row_ids(reads), reads.num_keys, queries.dtype, side.written, reference)
+    return fused.unpacked(side, reads, queries.dtype, arena.appended.keys.written, reference)
 
 
 def unpacks_by_kernel(queries: mx.array, arena: LayerArena) -> bool:

@@ -182,24 +182,27 @@ def packed_arrays(arena: LayerArena) -> tuple[Side, Side, Side | None, Side | No
 
 
 def unpacked(
-    side: SideArena,
-    ids: mx.array,
-    num_tokens: int,
-    dtype: mx.Dtype,
-    written: mx.array | None,
-    reference: Callable[[], mx.array],
+    side: SideArena, reads: BlockReads, dtype: mx.Dtype, written: mx.array | None, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """The first tokens of blocks in slots `ids`, int32 [n], by a kernel that is usable; [1, H_kv, num_tokens, D]."""
+    """One row's keys or values by a kernel that is usable; [1, H_kv, T, D]."""
     data, scales, biases = side.arrays()
-    made = unpack((data, scales, biases), ids, num_tokens, dtype, written, bits=side.quantisation.bits)
+    opened = None
+    if reads.blocks.open_ids is not None:
+        assert side.open is not None
+        open_data, open_scales, open_biases = side.open.arrays()
+        opened = open_data, open_scales, open_biases
+    ids, bits = row_ids(reads), side.quantisation.bits
+    made = unpack((data, scales, biases), ids, reads.num_keys, dtype, written, bits=bits, opened=opened)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
 def row_ids(reads: BlockReads) -> mx.array:
-    """Slots that one row reads, int32 [n]."""
+    """Slots that one row reads, int32 [n]; slot s of an open block as -1 - s."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
-        reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
+        first, own = ([-1 - slot for slot in slots if slot >= 0] for slots in ([row.first_slot], row.open_slots))
+        slots = [*first, *row.block_ids, *own]
+        reads.prepared["ids"] = on_device(mx.array(slots, mx.int32))
     ids: mx.array = reads.prepared["ids"]
     return ids
 

@@ -28,7 +28,7 @@ from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import KernelFindings
 from tests.metal_kernels.test_append import drawn
 from tests.metal_kernels.test_unpack import run as run_unpack
-from tests.metal_kernels.test_unpack import run_by_channel
+from tests.metal_kernels.test_unpack import run_by_channel, run_mixed
 
 pytestmark = needs_clang
 
@@ -195,9 +195,9 @@ PREFIX_BUGS = [
     Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
 ]
 UNPACK_BUGS = [
-    Bug("tail unguarded", "if (real && token < tokens) {", "{", "out-of-bounds", UNPACK),
-    Bug("tail too short", "HEADS && first < tokens;", "HEADS && first < tokens - 1;", "unwritten", UNPACK),
-    Bug("scale of the simdgroup", "real && lane % SHARE == 0;", "real && lane == 0;", NUMBERS, UNPACK),
+    Bug("tail unguarded", "if (t * RUNS < count) {", "{", "out-of-bounds", UNPACK),
+    Bug("tail too short", "tokens - first : 0;", "tokens - first - 1 : 0;", "unwritten", UNPACK),
+    Bug("scale of the simdgroup", "count && lane % SHARE == 0;", "count && lane == 0;", NUMBERS, UNPACK),
     Bug("scale of another group", "row * (D / GS) + unit / (GS / 8);", "row * (D / GS);", NUMBERS, UNPACK),
     Bug(
         "bias of another lane",
@@ -208,8 +208,8 @@ UNPACK_BUGS = [
     ),
     Bug(
         "simd operation under divergence",
-        "        scale[0] = simd_shuffle",
-        "        if (real) scale[0] = simd_shuffle",
+        "            scale[t] = simd_shuffle",
+        "            if (count > 0) scale[t] = simd_shuffle",
         "divergent",
         UNPACK,
     ),
@@ -217,8 +217,8 @@ UNPACK_BUGS = [
     Bug("table off by a block", "table[group / 4]", "table[(group + 1) / 4]", NUMBERS, UNPACK),
     Bug("heads mapped otherwise", "i / UNITS / RUNS / groups;", "i / UNITS % HEADS;", "unwritten", UNPACK),
     Bug("place beyond the block", "* 256 + first % 256;", "* 256 + first;", NUMBERS, UNPACK),
-    Bug("two threads, one place", "* D + unit * 8, x", "* D + unit / 2 * 8, x", "race", UNPACK),
-    Bug("beside the end", "* D + unit * 8, x", "* D + unit * 8 + 8, x", "out-of-bounds", UNPACK),
+    Bug("two threads, one place", "* D + unit * 8;", "* D + unit / 2 * 8;", "race", UNPACK),
+    Bug("beside the end", "* D + unit * 8;", "* D + unit * 8 + 8;", "out-of-bounds", UNPACK),
     Bug("write to an input", "uint words[TOKENS", "scales[0] = half(0); uint words[TOKENS", SYNTAX, UNPACK),
     Bug("double", "const float own_scale", "const double own_scale", SYNTAX, UNPACK),
 ]
@@ -226,18 +226,32 @@ BY_CHANNEL_BUGS = [
     Bug("groups of 32 tokens", "row / 64 * D + unit", "row / 32 * D + unit", NUMBERS, UNPACK),
     Bug("group off by one", "row / 64 * D + unit", "(row / 64 + 1) * D + unit", NUMBERS, UNPACK),
     Bug("scale of another channel", "* D + unit * 8 :", "* D :", NUMBERS, UNPACK),
-    Bug("one scale for eight channels", "const int of = BY_CHANNEL ? e : 0;", "const int of = 0;", NUMBERS, UNPACK),
+    Bug("one scale for eight channels", "const int of = BY_CHANNEL ? e : t;", "const int of = 0;", NUMBERS, UNPACK),
     Bug(
         "bias as scale", "load_factors<BY_CHANNEL>(biases + at", "load_factors<BY_CHANNEL>(scales + at", NUMBERS, UNPACK
     ),
     Bug("scales per token", "return BY_CHANNEL ?", "return !BY_CHANNEL ?", NUMBERS, UNPACK),
-    Bug("tokens in a row", "const int token = first + t * RUNS;", "const int token = first + t;", "race", UNPACK),
+    Bug("tokens in a row", "to + t * RUNS * D", "to + t * D", "race", UNPACK),
     Bug("words of the next token", "data + ((row + t * RUNS)", "data + ((row + t)", NUMBERS, UNPACK),
-    Bug("tail unguarded", "if (real && token < tokens) {", "if (real) {", "race", UNPACK),
-    Bug("tail not read", "if (real && first + t * RUNS < tokens)", "if (t == 0 && real)", NUMBERS, UNPACK),
+    Bug("tail unguarded", "if (t * RUNS < count) {", "if (count > 0) {", "race", UNPACK),
+    Bug("tail not read", "if (t * RUNS < count)\n ", "if (t == 0 && count > 0)\n ", NUMBERS, UNPACK),
     Bug("last group left out", "(tokens + 63) / 64;", "tokens / 64;", "unwritten", UNPACK),
     Bug("registers too short", "uint words[TOKENS * BITS / 4];", "uint words[TOKENS * BITS / 8];", "undefined", UNPACK),
     Bug("write to an input", "uint words[TOKENS", "scales[0] = half(0); uint words[TOKENS", SYNTAX, UNPACK),
+]
+MIXED_BUGS = [
+    Bug("open blocks as full ones", "HAS_OPEN && slot < 0;", "false;", "out-of-bounds", UNPACK),
+    Bug("full blocks as open ones", "HAS_OPEN && slot < 0;", "HAS_OPEN;", "out-of-bounds", UNPACK),
+    Bug("slot of the next open block", "is_open ? -1 - slot", "is_open ? -slot", NUMBERS, UNPACK),
+    Bug("groups of full blocks", "false, D, OPEN_GS, 8,", "false, D, GS, 8,", NUMBERS, UNPACK),
+    Bug("open blocks in 4 bits", "OPEN_GS, 8, TOKENS", "OPEN_GS, 4, TOKENS", NUMBERS, UNPACK),
+    Bug(
+        "scale of the first token",
+        "const int of = BY_CHANNEL ? e : t;",
+        "const int of = BY_CHANNEL ? e : 0;",
+        NUMBERS,
+        UNPACK,
+    ),
 ]
 
 
@@ -306,6 +320,11 @@ def test_decode(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(lambda: decoded_right(ROW))
 
 
+def mixed_right() -> bool:
+    out, expected = run_mixed(BlockCase(96, 2), 700)
+    return error(out, expected) <= 1e-6
+
+
 def by_channel_right() -> bool:
     out, expected = run_by_channel(BlockCase(96, 2), 261)
     return error(out, expected) <= 1e-6
@@ -361,6 +380,12 @@ def test_unpack_by_channel(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(by_channel_right)
 
 
+@pytest.mark.parametrize("bug", firsts(MIXED_BUGS), ids=str)
+def test_unpack_of_full_and_open_blocks(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(mixed_right)
+
+
 @pytest.mark.parametrize(
     "bugs",
     [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, BY_CHANNEL_BUGS, APPEND_BUGS],
@@ -376,5 +401,5 @@ def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == ()
-    assert caught(unpacked_right) == caught(by_channel_right) == caught(appended_right) == ()
+    assert caught(unpacked_right) == caught(by_channel_right) == caught(mixed_right) == caught(appended_right) == ()
     assert caught(lambda: appended_right(8, 4)) == caught(lambda: appended_right(8, 8)) == ()

@@ -49,6 +49,19 @@ def run_open(case: BlockCase, length: int, dtype: mx.Dtype = mx.float32) -> tupl
     return out, blocks.values.open_row(blocks.open_ids, length)[None]
 
 
+def run_mixed(case: BlockCase, length: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, np.ndarray]:
+    """Keys whose first and last blocks are open, as `run`."""
+    blocks = Blocks.of(replace(case, num_blocks=max(2, -(-length // 256))))
+    (a, b, c, *_), (data, scales, biases, *_) = blocks.arrays()
+    ends = (0, -(-length // 256) - 1)
+    pairs = zip(blocks.open_ids, blocks.full_ids, strict=True)
+    ids = [-1 - opened if at in ends else full for at, (opened, full) in enumerate(pairs)]
+    of_open, of_full = blocks.keys.open_row(blocks.open_ids, length), blocks.keys.full_row(blocks.full_ids, length)
+    is_open = np.isin(np.arange(length) // 256, ends)[None, :, None]
+    out = unpack((data, scales, biases), mx.array(ids, mx.int32), length, dtype, opened=(a, b, c))
+    return out, np.where(is_open, of_open, of_full)[None]
+
+
 # Every size of heads in one type, and two of them in each.
 SHAPES = [
     (dtype, dim) if dtype == mx.float32 or dim in (96, 256) else slow(dtype, dim)
@@ -87,7 +100,7 @@ def test_every_packed_byte_is_read_once(emulate: Emulate) -> None:
     assert result.traffic["out"].written == 257 * 2 * 96 * 2
 
 
-FORMS = [run_by_channel, run_open]
+FORMS = [run_by_channel, run_open, run_mixed]
 
 
 @pytest.mark.parametrize("form", FORMS)
