@@ -25,7 +25,7 @@ LABEL = "model"  # earlier versions read *.json as manifests
 PRECISION_FILE = "precision.json"
 _VERSION = 1
 _MAX_BYTES = 1 << 16
-_PRECISION_VERSION = 1  # of the file; unchanged by new ways to measure
+_PRECISION_VERSION = 2  # of the file; since keys by channel. Models in older files are measured again
 _MAX_PRECISION_BYTES = 1 << 20
 
 log = logging.getLogger("agentcache.store")
@@ -118,7 +118,8 @@ def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fau
     if read_precision(cache_dir, fingerprint) == precision:
         return
     models = _read_precisions(cache_dir) | {fingerprint: precision.as_data()}
-    content = json.dumps({"version": _PRECISION_VERSION, "models": models, "checksum": _checksum(models)}, indent=1)
+    fields = {"version": _PRECISION_VERSION, "models": models}
+    content = json.dumps({**fields, "checksum": _checksum(fields)}, indent=1)
     root = cache_dir.resolve()
     with as_store_error(f"write {root / PRECISION_FILE}"):
         replace_file(CacheFiles(root), root / PRECISION_FILE, content.encode(), "precision", fault)
@@ -178,20 +179,21 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 def _read_precisions(cache_dir: Path) -> dict[str, Any]:
+    """Return `models` of the file `{"version": 2, "models": {fingerprint: entry}, "checksum": of all else}`.
+
+    An entry is `{"layers": [[4, 4, true], [8, 4]], "divergence": 0.0031}`: bits of each layer's keys and values, and
+    whether keys are by channel; divergence may be null.
+    """
     path = cache_dir.resolve() / PRECISION_FILE
     try:
-        content = json.loads(CacheFiles(path.parent).read(path, _MAX_PRECISION_BYTES))
-        models: dict[str, Any] = content["models"]
-        if isinstance(models, dict) and (content["version"], content["checksum"]) == (
-            _PRECISION_VERSION,
-            _checksum(models),
-        ):
-            return models
-        version = content["version"]
-    except (FileNotFoundError, WrongFile, ValueError, LookupError, TypeError, RecursionError):
+        fields = json.loads(CacheFiles(path.parent).read(path, _MAX_PRECISION_BYTES))
+        if fields.pop("checksum") != _checksum(fields):
+            return {}
+        version, models = fields["version"], fields["models"]
+    except (FileNotFoundError, WrongFile, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     except (OSError, MemoryError) as error:
         raise FileUnavailable(f"{path.parent}: {CacheFiles.describe(path, error)}") from error
     if type(version) is int and version > _PRECISION_VERSION:
         raise FileUnavailable(f"a newer release wrote {path}: version {version}, and {_PRECISION_VERSION} is known")
-    return {}
+    return models if version == _PRECISION_VERSION and isinstance(models, dict) else {}
