@@ -29,7 +29,7 @@ from agentcache.models.inspection import Inspection, text_config
 from agentcache.models.layers import distrust_sorted_rows
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.precision import Measured, Numbers, PrecisionSearch
-from agentcache.models.precision_runs import CODE, PROSE, SAMPLE, gains_by_float32, in_float32
+from agentcache.models.precision_runs import SAMPLE, gains_by_float32, in_float32
 from agentcache.models.step import CurrentStep
 from agentcache.store.cache_files import whose
 from agentcache.store.model_files import ModelNames
@@ -50,7 +50,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_CHAT_TOKENS, _TEXT_TOKENS = 80, 56
+_MOST_SAMPLE_TOKENS = 640  # two full blocks, and a half
 _PROVING = "comparing the model on the cache with mlx-lm"
 _T = TypeVar("_T")
 
@@ -199,15 +199,15 @@ def put_on_cache(
     known.keep()
     choose: Everywhere | Measured
     if kv == AUTO:
-        texts = sample_ids(tokenizer)
+        text = sample_ids(tokenizer)
         choose = Measured(
-            texts,
+            text,
             kept(names.current),
             seconds=measure_seconds,
             progress=progress,
             current=current,
             agree=agree,
-            **_numbers_in(measured, names.current, texts),
+            **_numbers_in(measured, names.current, text),
         )
     else:
         choose = Everywhere(BITS[kv])
@@ -246,8 +246,8 @@ def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedM
     )
 
 
-def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    key = hashlib.blake2b(f"{fingerprint} {texts}".encode(), digest_size=16).hexdigest()
+def _numbers_in(file: Path | None, fingerprint: str, text: Sequence[int]) -> dict[str, Any]:
+    key = hashlib.blake2b(f"{fingerprint} {text}".encode(), digest_size=16).hexdigest()
     try:
         entries = json.loads(read_memo(file).get(key, "{}")).items()
         known = {what: [float(number) for number in numbers] for what, numbers in entries}
@@ -263,14 +263,13 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
     return {"known": known, "keep": keep}
 
 
-def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids for measuring precision."""
+def sample_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a text for measuring precision."""
     try:
         chat = tokenizer.chats.text(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:
         chat = tokenizer.raw_prompt("".join(f"{each['role']}: {each['content']}\n" for each in SAMPLE))
-    texts = [(chat, _CHAT_TOKENS), *((tokenizer.raw_prompt(text), _TEXT_TOKENS) for text in (PROSE, CODE))]
-    return tuple(tuple(tokenizer.encode(text).ids[:count]) for text, count in texts)
+    return tuple(tokenizer.encode(chat).ids[:_MOST_SAMPLE_TOKENS])
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:

@@ -1,4 +1,4 @@
-"""`--kv auto`: find the fewest bits of keys and values that keep a model's answers.
+"""`--kv auto`: find the smallest format of keys and values that keeps a model's answers.
 
 Harm is the Kullback-Leibler divergence of next tokens over a sample, in nats.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -16,18 +16,17 @@ from typing import Any, NamedTuple, Protocol
 import mlx.nn as nn
 
 from agentcache.api.start_progress import Measuring, StartProgress
-from agentcache.kv.packing import BITS, LayerBits, Packing, Precision
+from agentcache.kv.packing import BY_CHANNEL, LayerBits, Packing, Precision
 from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
 
 MAX_DIVERGENCE = 0.005
 MOST_PASSES = 15  # including the unquantised one
-_HOPELESS = 8.0  # times the limit; beyond, inexact
-_COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
-Numbers = Mapping[str, Sequence[float]]
-_LEVELS = tuple(bits for bits in BITS.values() if not bits.by_channel)
 SAFE = LayerBits(8, 8)  # nearly always enough
+_COARSEST, _UNQUANTISED = BY_CHANNEL, LayerBits(16, 16)
+_LEVELS = (_COARSEST, LayerBits(8, 4), SAFE, _UNQUANTISED)  # from the fewest bytes
+Numbers = Mapping[str, Sequence[float]]
 _MOST_TRIALS = 4  # of mixtures
 _NEAR = 0.75  # share of the limit that is good enough
 Layers = Sequence[LayerBits]
@@ -44,7 +43,7 @@ class PrecisionSearch:
         self,
         model: nn.Module,
         inspection: Inspection,
-        texts: Sequence[Sequence[int]],
+        text: Sequence[int],
         *,
         current: CurrentStep | None = None,
         known: Numbers = MappingProxyType({}),
@@ -53,13 +52,13 @@ class PrecisionSearch:
         limit: float | None = None,
     ) -> None:
         self._inspection = inspection
-        self._runs = PrecisionRuns(model, inspection, texts, current or CurrentStep())
+        self._runs = PrecisionRuns(model, inspection, text, current or CurrentStep())
         self._known = {what: list(numbers) for what, numbers in known.items()}
         self._keep = keep
         self._agree = agree
         self._limit = MAX_DIVERGENCE if limit is None else limit
         self._passes = 0
-        self._sizes = {bits: _sizes(inspection, bits) for bits in BITS.values()}
+        self._sizes = {bits: _sizes(inspection, bits) for bits in _LEVELS}
         self._precision, self._next = self._search()
 
     @property
@@ -97,10 +96,10 @@ class PrecisionSearch:
 
     def _search(self) -> tuple[Precision | None, _Measurement]:
         nothing = _Measurement("", list)
-        if not self.num_layers or not self._runs.has_texts:
-            return Precision((_COARSEST,) * self.num_layers), nothing
+        if not self.num_layers or not self._runs.has_text:
+            return self._kept(Precision((_COARSEST,) * self.num_layers)), nothing
         try:
-            return find_precision(self, self._limit), nothing
+            return self._kept(find_precision(self, self._limit)), nothing
         except _NotMeasured as missing:
             return None, missing.measurement
 
@@ -112,12 +111,14 @@ class PrecisionSearch:
         return self._sizes[bits][layer]
 
     def divergence(self, layers: Layers) -> float:
-        hopeless = _HOPELESS * self._limit
-        measure = lambda: [self._runs.divergence(layers, hopeless, self._agree)]  # noqa: E731
-        return self._number(str(Precision(tuple(layers))), measure)[0]
+        what = str(self._kept(Precision(tuple(layers))))
+        return self._number(what, lambda: [self._runs.divergence(layers)])[0]
 
     def errors(self, bits: LayerBits) -> Sequence[float]:
         return self._number(f"errors in {bits}", lambda: self._runs.errors(bits))
+
+    def _kept(self, precision: Precision) -> Precision:
+        return self._inspection.kept_in(precision).precision
 
     def _number(self, what: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
         if what not in self._known:
@@ -153,14 +154,14 @@ class Measured:
 
     def __init__(
         self,
-        texts: Sequence[Sequence[int]],
+        text: Sequence[int],
         kept: Precision | None = None,
         *,
         seconds: float = math.inf,
         progress: StartProgress | None = None,
         **options: Any,
     ) -> None:
-        self._texts = texts
+        self._text = text
         self._kept = kept
         self._seconds = seconds
         self._progress = progress or StartProgress()
@@ -170,8 +171,8 @@ class Measured:
     def __call__(self, model: nn.Module, inspection: Inspection) -> Precision:
         if self._kept is not None and len(self._kept.layers) == len(inspection.layers):
             return self._kept
-        search, end = PrecisionSearch(model, inspection, self._texts, **self._options), time.monotonic() + self._seconds
-        with self._progress.inner("measuring in how many bits keys and values are kept, once for this model"):
+        search, end = PrecisionSearch(model, inspection, self._text, **self._options), time.monotonic() + self._seconds
+        with self._progress.inner("measuring in which format keys and values are kept, once for this model"):
             while search.precision is None and time.monotonic() < end:
                 search.advance()
                 self._progress.advance(search.measuring.done, search.measuring.most)
@@ -201,7 +202,7 @@ class Measurements(Protocol):
 def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
-    All layers get the fewest equal bits; then layers are lowered, most bytes per harm first.
+    All layers get the smallest equal format; then layers are lowered, most bytes per harm first.
     """
     search = _Search(model, limit)
     search.run()
@@ -222,10 +223,10 @@ class _Search:
     model: Measurements
     limit: float
     best: Precision | None = None
-    _best_size: float = field(default=math.inf, init=False)
+    _best: tuple[float, float] = field(default=(math.inf, math.inf), init=False)  # size and divergence
 
     def run(self) -> None:
-        failed = math.inf  # divergence of the level below
+        failed: dict[LayerBits, float] = {}  # divergences of the levels below
         for level, bits in enumerate(_LEVELS):
             layers = self._taken(bits, ())
             # 8 bits are measured only if no mixture is within the limit.
@@ -236,54 +237,71 @@ class _Search:
                 divergence = self._measure(layers) if bits == SAFE else divergence
                 if divergence <= self.limit:
                     return
-            failed = divergence
+            failed[bits] = divergence
 
     def _measure(self, layers: Layers) -> float:
         divergence = 0.0 if set(layers) == {_UNQUANTISED} else self.model.divergence(layers)
         size = sum(self.model.size(index, bits) for index, bits in enumerate(layers))
-        if divergence <= self.limit and size < self._best_size:
-            self.best, self._best_size = Precision(tuple(layers), divergence), size
+        if divergence <= self.limit and (size, divergence) < self._best:
+            self.best, self._best = Precision(tuple(layers), divergence), (size, divergence)
         return divergence
 
-    def _lower(self, level: int, at_level: float, failed: float) -> bool:
-        if at_level > _NEAR * self.limit:
-            return False
-        errors = {bits: self.model.errors(bits) for bits in _LEVELS[max(0, level - 2) : level]}
-        steps = self._steps(_LEVELS[level], errors)
+    def _lower(self, level: int, at_level: float, failed: dict[LayerBits, float]) -> bool:
+        base, errors = _LEVELS[level], {bits: self.model.errors(bits) for bits in _LEVELS[:level]}
+        of_base = self.model.errors(base) if base < SAFE else [0.0] * self.model.num_layers
+        steps = _steps(self.model, base, of_base, errors)
+        free = sum(step.cost == 0 for step in steps)  # smaller and no worse: the first trial takes them all
         sums = [0.0, *accumulate(step.error for step in steps)]
         low, high = 0, len(steps) + 1
-        at_low, at_high, sum_high = at_level, failed, sum(errors[_LEVELS[level - 1]])
+        nearest = min(errors, key=lambda bits: failed[bits])
+        at_low, at_high, sum_high = at_level, failed[nearest], _added(of_base, errors[nearest])
         for _ in range(_MOST_TRIALS):
-            if high - low <= 1 or at_low > _NEAR * self.limit:
+            if high - low <= 1 or (at_low > _NEAR * self.limit and not free):
                 break
             more = (self.limit - at_low) / max(at_high - at_low, 1e-12) * (sum_high - sums[low])
-            tried = low + _share(sums, low, high, more)
-            found = self._measure(self._taken(_LEVELS[level], steps[:tried]))
+            tried, free = max(free, low + _share(sums, low, high, more)), 0
+            found = self._measure(self._taken(base, steps[:tried]))
             if found <= self.limit:
                 low, at_low = tried, found
             else:
                 high, at_high, sum_high = tried, found, sums[tried]
         return low > 0
 
-    def _steps(self, base: LayerBits, errors: dict[LayerBits, Sequence[float]]) -> list[_Step]:
-        steps = []
-        for layer in range(self.model.num_layers):
-            size, error, cost = self.model.size(layer, base), 0.0, 0.0
-            for bits in sorted(errors, reverse=True):
-                saved = size - self.model.size(layer, bits)
-                if saved <= 0:  # e.g. values in a layer with keys only
-                    continue
-                added = max(0.0, errors[bits][layer] - error)
-                cost = max(cost, added / saved)
-                steps.append(_Step(layer, bits, added, cost))
-                size, error = size - saved, error + added
-        return sorted(steps, key=lambda step: step.cost)  # stable: a layer's steps stay in order
-
     def _taken(self, base: LayerBits, steps: Sequence[_Step]) -> list[LayerBits]:
         layers = [base] * self.model.num_layers
         for step in steps:
             layers[step.layer] = step.bits
         return layers
+
+
+def _steps(
+    model: Measurements, base: LayerBits, of_base: Sequence[float], errors: Mapping[LayerBits, Sequence[float]]
+) -> list[_Step]:
+    """All steps down from `base`, least harm per byte first."""
+    steps = [step for layer, error in enumerate(of_base) for step in _steps_of(model, layer, base, error, errors)]
+    return sorted(steps, key=lambda step: step.cost)  # stable: a layer's steps stay in order
+
+
+def _steps_of(
+    model: Measurements, layer: int, base: LayerBits, error: float, errors: Mapping[LayerBits, Sequence[float]]
+) -> Iterator[_Step]:
+    """A layer's steps, each to the format with the least harm per byte: none is larger than one that does less harm."""
+    size, cost = model.size(layer, base), 0.0
+    while True:
+        offers = []
+        for bits, of_layers in errors.items():
+            saved, added = size - model.size(layer, bits), max(0.0, of_layers[layer] - error)
+            if saved > 0:  # not e.g. values in a layer with keys only
+                offers.append((max(cost, added / saved), -saved, added, bits))
+        if not offers:
+            return
+        cost, change, added, bits = min(offers)
+        yield _Step(layer, bits, added, cost)
+        size, error = size + change, error + added
+
+
+def _added(of_base: Sequence[float], errors: Sequence[float]) -> float:
+    return sum(max(0.0, error - before) for before, error in zip(of_base, errors, strict=True))
 
 
 def _share(sums: Sequence[float], low: int, high: int, more: float) -> int:

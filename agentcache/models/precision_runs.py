@@ -1,11 +1,11 @@
-"""Passes of a model over a sample, with keys and values in given bits."""
+"""Passes of a model over a text, with keys and values in given bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,38 +25,36 @@ from agentcache.models.step import CurrentStep, StepInputs, make_caches
 from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32
-_FAMILIAR = 0.5  # share of a uniform guess's loss
+_FAMILIAR, _STRETCH = 0.75, 64  # share of a uniform guess's loss, over so many tokens
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
-Texts = Sequence[Sequence[int]]
 _COPY_SHARE = 4  # 1/n of available memory, for the float32 copy
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
 @dataclass
 class Reference:
-    """Unquantised results: `logprobs` [tokens, vocabulary] per text, layer calls of the shortest."""
+    """Unquantised results: `logprobs` [tokens, vocabulary], layer calls; `counted` positions, bool [tokens]."""
 
-    is_float32: bool = False
-    texts: Texts = ()
-    logprobs: list[mx.array] = field(default_factory=list)
-    shortest: Sequence[int] = ()
-    inputs: list[mx.array | None] = field(default_factory=list)
-    outputs: list[mx.array] = field(default_factory=list)
+    is_float32: bool
+    logprobs: mx.array
+    counted: np.ndarray
+    inputs: list[mx.array | None]
+    outputs: list[mx.array]
 
 
 class PrecisionRuns:
     """Runs a model on the paged cache, on its thread."""
 
-    def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
+    def __init__(self, model: nn.Module, inspection: Inspection, text: Sequence[int], current: CurrentStep) -> None:
         self._model = model
         self._inspection = inspection
         self._current = current
-        self._texts = [tuple(text) for text in texts if len(text) >= 2]
+        self._text = tuple(text)
         self._reference: Reference | None = None
 
     @property
-    def has_texts(self) -> bool:
-        return bool(self._texts)
+    def has_text(self) -> bool:
+        return len(self._text) >= 2
 
     @property
     def has_reference(self) -> bool:
@@ -65,36 +63,21 @@ class PrecisionRuns:
     def forget(self) -> None:
         self._reference = None
 
-    def divergence(
-        self,
-        layers: Sequence[LayerBits],
-        hopeless: float = math.inf,
-        agree: Callable[[float], float] = lambda number: number,
-    ) -> float:
-        """Mean divergence over all positions, in nats; infinite if a logit is NaN.
-
-        Once it must exceed `hopeless`, the mean so far; by `agree` all ranks stop at one text.
-        """
+    def divergence(self, layers: Sequence[LayerBits]) -> float:
+        """Mean divergence over the counted positions, in nats; infinite if a logit is NaN."""
         reference = self._reference
         assert reference is not None
-        total = count = 0.0
-        enough = hopeless * sum(map(len, reference.texts))
-        with self._device_dtype(reference):
-            for text, expected in zip(reference.texts, reference.logprobs, strict=True):
-                total += len(text) * divergence_of(expected, self._run(text, layers))
-                count += len(text)
-                if agree(total) > enough:  # no text lowers the sum
-                    break
-        return total / count
+        with self._device_dtype(reference.is_float32):
+            return mean_divergence(reference.logprobs, self._run(self._text, layers), reference.counted)
 
     def errors(self, bits: LayerBits) -> list[float]:
         """Relative mean squared change of each layer's output, for the reference run's input."""
         reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
         trace = _Trace(reference.inputs)
-        with self._device_dtype(reference):
+        with self._device_dtype(reference.is_float32):
             with hooked(self._model, trace.compute):
-                self._forward(reference.shortest, [bits] * count)  # lazy: the head is never computed
+                self._forward(self._text, [bits] * count)  # lazy: the head is never computed
             changes = [_change(*pair) for pair in zip(reference.outputs, trace.outputs, strict=True)]
             mx.eval(changes)
         errors = [float(each.item()) for each in changes]
@@ -102,26 +85,16 @@ class PrecisionRuns:
         return [errors[layer.index] / shared.count(layer.index) for layer in self._inspection.layers]
 
     def compute_reference(self, agree: Callable[[float], float] = lambda number: number) -> None:
-        """Run the texts unquantised, on all ranks in the same dtype."""
+        """Run the text unquantised, on all ranks in the same dtype."""
         faster = is_float32(self._model) or gains_by_float32(self._model)
-        made = Reference(is_float32=bool(agree(float(faster))))
-        runs = []
-        with self._device_dtype(made):
-            for text in self._texts:
-                trace = _Trace()
-                with hooked(self._model, trace.compute):
-                    logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._inspection.layers))
-                runs.append((text, logprobs, trace))
-        # Languages that the model does not know count only if it knows none.
-        runs = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])] or runs
-        made.texts = [text for text, _, _ in runs]
-        made.logprobs = [logprobs for _, logprobs, _ in runs]
-        made.shortest, _, trace = min(runs, key=lambda run: len(run[0]))
-        made.inputs, made.outputs = trace.inputs, trace.outputs
-        self._reference = made
+        as_float32, trace = bool(agree(float(faster))), _Trace()
+        with self._device_dtype(as_float32), hooked(self._model, trace.compute):
+            logprobs = self.logprobs(self._text, [_UNQUANTISED] * len(self._inspection.layers))
+        counted = _familiar(self._text, logprobs)
+        self._reference = Reference(as_float32, logprobs, counted, trace.inputs, trace.outputs)
 
-    def _device_dtype(self, reference: Reference) -> AbstractContextManager[None]:
-        return in_float32(self._model) if reference.is_float32 else nullcontext()
+    def _device_dtype(self, is_float32: bool) -> AbstractContextManager[None]:
+        return in_float32(self._model) if is_float32 else nullcontext()
 
     def logprobs(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
         logprobs = _log_softmax(self._run(text, layers))
@@ -168,19 +141,19 @@ def _change(expected: mx.array, actual: mx.array) -> mx.array:
     return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
 
 
-def _loss(text: Sequence[int], logprobs: mx.array) -> float:
-    chosen = mx.take_along_axis(logprobs[:-1], mx.array(text[1:])[:, None], axis=-1)
-    return -float(chosen.mean().item())
+def _familiar(text: Sequence[int], logprobs: mx.array) -> np.ndarray:
+    """Positions in stretches of a language that the model knows; all if it knows none."""
+    chosen = mx.take_along_axis(logprobs[:-1], mx.array(text[1:])[:, None], axis=-1)[:, 0]
+    losses = np.append(-np.array(chosen, np.float64), -float(chosen[-1].item()))  # the last token has no successor
+    most = _FAMILIAR * math.log(logprobs.shape[-1])
+    known = [losses[begin : begin + _STRETCH].mean() <= most for begin in range(0, len(text), _STRETCH)]
+    return np.repeat(known if any(known) else [True] * len(known), _STRETCH)[: len(text)]
 
 
-def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Mean divergence of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
-    return divergence_of(_log_softmax(reference), logits)
-
-
-def divergence_of(theirs: mx.array, logits: mx.array) -> float:
-    mean = float(divergences_of(theirs, logits).mean())
-    return math.inf if math.isnan(mean) else max(0.0, mean)
+def mean_divergence(theirs: mx.array, logits: mx.array, counted: np.ndarray | slice = slice(None)) -> float:
+    """Mean divergence of `logits` from log odds at `counted` positions, in nats; infinite if a logit is NaN."""
+    found = divergences_of(theirs, logits)
+    return math.inf if np.isnan(found).any() else max(0.0, float(found[counted].mean()))
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
@@ -253,29 +226,20 @@ def _as_float32(array: mx.array) -> mx.array:
 # A coarse cache first spoils answers that depend on single distant words; prose and code depend on all text.
 _FACTS = (
     "Marc lives in Cairo. Marc wears a silver coat. Alan works at the windmill. Dora has a friend called Nadia. "
-    "The ladder is in the barn. Ines likes nuts best. Nadia likes figs best. The watch is in the red box.",
+    "The ladder is in the barn. Ines likes nuts best. Nadia likes figs best. The watch is in the red box."
 )
-_QUESTIONS = (
-    ("Where does Marc live?", "Marc lives in Cairo."),
-    ("What does Nadia like best?", "Nadia likes figs best."),
-    ("Where is the ladder?", "The ladder is in the barn."),
-    ("What colour of coat does Marc wear?", "Marc wears a silver coat."),
-    ("Where does Alan work?", "Alan works at the windmill."),
-    ("Where is the watch?", "The watch is in the red box."),
-)
-SAMPLE = tuple(
-    message
-    for said, answer in (*((fact, "Noted.") for fact in _FACTS), *_QUESTIONS)
-    for message in ({"role": "user", "content": said}, {"role": "assistant", "content": answer})
-)
-PROSE = """The ferry leaves the harbour at seven, before the fog has lifted, and the first passengers are nearly always
+_PROSE = """The ferry leaves the harbour at seven, before the fog has lifted, and the first passengers are nearly always
 the same: two teachers who work on the island, a woman with a crate of bread, and the man who repairs the
 clocks. Nobody talks much until the engine settles into its rhythm. Then the bread is passed around, still
 warm, and somebody asks how the winter has treated the roof of the school. By the time the lighthouse comes
 into view, the fog has turned into a thin white line above the water, and the conversation has moved on to the
 price of fish.
+
+On the way back in the evening the boat is full. Children sleep on the benches with their boots still wet, and
+the teachers mark the last papers of the week by the light of a single lamp. The man with the clocks has been
+paid in potatoes, as he often is, and he gives half of them to the captain, who never asks him for a ticket.
 """
-CODE = '''import re
+_CODE = '''import re
 from collections import Counter
 
 
@@ -293,4 +257,25 @@ def count_words(path, ignore=("the", "a", "an")):
 def print_report(counts, limit=10):
     for word, count in counts.most_common(limit):
         print(f"{word:<20} {count:>6}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    print_report(count_words(sys.argv[1]))
 '''
+SAMPLE = tuple(
+    message
+    for said, answer in (
+        (_FACTS, "Noted."),
+        ("Tell me a story.", _PROSE),
+        ("Where does Marc live?", "Marc lives in Cairo."),
+        ("What does Nadia like best?", "Nadia likes figs best."),
+        ("Where is the ladder?", "The ladder is in the barn."),
+        ("Write a Python script that counts words.", _CODE),
+        ("What colour of coat does Marc wear?", "Marc wears a silver coat."),
+        ("Where does Alan work?", "Alan works at the windmill."),
+        ("Where is the watch?", "The watch is in the red box."),
+    )
+    for message in ({"role": "user", "content": said}, {"role": "assistant", "content": answer})
+)

@@ -35,12 +35,12 @@ def test_how_people_read_it(layers: tuple[LayerBits, ...], name: str) -> None:
 
 
 def test_names_to_ask_by() -> None:
-    assert {name: (bits.keys, bits.values) for name, bits in BITS.items()} == {
-        "4": (4, 4),
-        "4c": (4, 4),
-        "k8v4": (8, 4),
-        "8": (8, 8),
-        "16": (16, 16),
+    assert {name: (bits.keys, bits.values, bits.by_channel) for name, bits in BITS.items()} == {
+        "4": (4, 4, False),
+        "4c": (4, 4, True),
+        "k8v4": (8, 4, False),
+        "8": (8, 8, False),
+        "16": (16, 16, False),
     }
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,14 +17,22 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from agentcache.api.start_progress import StartProgress
-from agentcache.kv.packing import BITS, LayerBits, Precision
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.packing import BITS, BY_CHANNEL, LayerBits, Precision
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, Hosted, host
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured, Measurements, PrecisionSearch
 from agentcache.models.precision import find_precision as search
-from agentcache.models.precision_runs import PrecisionRuns, in_float32, is_float32, mean_divergence
+from agentcache.models.precision_runs import (
+    PrecisionRuns,
+    _familiar,
+    divergences_of,
+    in_float32,
+    is_float32,
+    mean_divergence,
+)
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
 from benchmarks.quality.precision import add_key_biases, add_outliers
@@ -33,7 +42,7 @@ from tests.marks import slow
 from tests.models.test_attachment import load
 
 FOUR, SIXTEEN = LayerBits(4, 4), LayerBits(16, 16)
-LEVELS = [bits for bits in BITS.values() if not bits.by_channel]
+LEVELS = [BY_CHANNEL, LayerBits(8, 4), LayerBits(8, 8), SIXTEEN]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v2", slow("gemma3_text")])
@@ -42,12 +51,13 @@ def test_all_are_proved_to_be_what_the_model_reads(model_folder: ModelFolder, na
     """`host` compares the paged cache with mlx-lm's own attention on rounded keys and values."""
     hosted = host(*load(model_folder(name)), choose=Everywhere(bits))
     # Latents have no values, and are quantised per token.
-    expected = LayerBits(4, 4) if bits.by_channel and name == "deepseek_v2" else bits
+    expected = FOUR if bits.by_channel and name == "deepseek_v2" else bits
     assert {packing.bits for packing in hosted.inspection.packings} == {expected}
+    assert set(hosted.inspection.precision.layers) == {expected}
 
 
 def test_layers_in_different_bits_are_proved_together(model_folder: ModelFolder) -> None:
-    bits = LEVELS + [LayerBits(4, 8)]
+    bits = [*BITS.values(), LayerBits(4, 8)]
 
     def in_turn(model: nn.Module, inspection: object) -> Precision:
         return Precision(tuple(bits[index % len(bits)] for index in range(len(model.layers))))
@@ -66,7 +76,7 @@ class Model:
     """What a search asks of a model, without one.
 
     Args:
-        harms: of each layer in 4 bits, as `errors` tells them.
+        harms: of each layer with keys by channel, as `errors` tells them.
     """
 
     divergence_of: Divergence
@@ -95,7 +105,7 @@ def find_precision(divergence: Divergence, num_layers: int, limit: float) -> Pre
 
 
 def costs(harms: Sequence[float]):  # type: ignore[no-untyped-def]
-    """A model whose layers do so much harm in 4 bits each, a tenth with keys in 8, a hundredth in 8."""
+    """A model whose layers do so much harm by channel each, a tenth with keys in 8, a hundredth in 8."""
 
     def divergence(layers: Sequence[LayerBits]) -> float:
         return sum(harm * SHARES[bits] for harm, bits in zip(harms, layers, strict=True))
@@ -114,11 +124,11 @@ def test_the_limit_holds_whatever_layers_do(harms: list[float], limit: float) ->
 def test_a_layer_that_does_harm_is_raised_and_no_other() -> None:
     harms = [0.001, 0.001, 0.9, 0.001]
     found = search(Model(costs(harms), harms), 0.02)
-    assert found.layers == (FOUR, FOUR, LEVELS[2], FOUR)
+    assert found.layers == (BY_CHANNEL, BY_CHANNEL, LEVELS[2], BY_CHANNEL)
 
 
 def test_values_are_lowered_before_keys() -> None:
-    """SmolLM2's shape: 4 bits everywhere and keys in 8 are both too coarse; no layer stands 4."""
+    """By channel everywhere and keys in 8 are both too coarse; no layer stands 4 bits."""
     harms = [0.003 + 0.001 * (index % 7) for index in range(30)]
     found = search(Model(costs(harms), harms), 0.01)
     assert set(found.layers) == {LEVELS[1], LEVELS[2]}
@@ -139,6 +149,45 @@ def test_no_format_for_all_layers_is_smaller(harms: list[float], limit: float) -
     assert sizes[0] <= min(within)
 
 
+HARM = st.floats(0, 2)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(HARM, HARM), min_size=1, max_size=40), st.floats(1e-4, 1))
+def test_no_layer_has_a_format_with_a_smaller_and_better_one(harms: list[tuple[float, float]], limit: float) -> None:
+    """Whichever of 4 bits by channel and keys in 8 does more harm in a layer; their sum is the model's."""
+    of = {bits: [pair[index] for pair in harms] for index, bits in enumerate(LEVELS[:2])}
+    model = Model(lambda layers: sum(of[bits][index] for index, bits in enumerate(layers) if bits in of), [])
+    model.harms = [0.0] * len(harms)
+    model.errors = lambda bits: of.get(bits, model.harms)  # type: ignore[method-assign]
+    found = search(model, limit)
+    for index, bits in enumerate(found.layers):
+        assert not (bits == LEVELS[1] and of[BY_CHANNEL][index] <= of[bits][index])
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.integers(1, 30), st.randoms(use_true_random=False), st.floats(1e-4, 1))
+def test_of_what_is_measured_nothing_is_smaller_and_better(num_layers: int, random: Random, limit: float) -> None:
+    """Whatever the numbers are, also where fewer bits do less harm, and layers more together than alone."""
+    measured: dict[tuple[LayerBits, ...], float] = {(SIXTEEN,) * num_layers: 0.0}
+
+    def divergence(layers: Sequence[LayerBits]) -> float:
+        return measured.setdefault(tuple(layers), random.choice([0.0, limit / 2, limit, random.random(), math.inf]))
+
+    model = Model(divergence, [random.random() for _ in range(num_layers)])
+    errors = {bits: [random.choice([0.0, random.random()]) for _ in range(num_layers)] for bits in LEVELS}
+    model.errors = errors.__getitem__  # type: ignore[method-assign]
+    found = search(model, limit)
+    assert found.divergence == measured[found.layers] <= limit
+
+    def size(layers: Sequence[LayerBits]) -> int:
+        return sum(bits.keys + bits.values for bits in layers)
+
+    for layers, harm in measured.items():
+        if harm <= limit and layers != found.layers:
+            assert (size(layers), harm) >= (size(found.layers), found.divergence)
+
+
 def test_nothing_is_raised_without_need() -> None:
     tried: list[Sequence[LayerBits]] = []
 
@@ -146,7 +195,7 @@ def test_nothing_is_raised_without_need() -> None:
         tried.append(layers)
         return 0.001
 
-    assert find_precision(divergence, 30, 0.01) == Precision((FOUR,) * 30, 0.001)
+    assert find_precision(divergence, 30, 0.01) == Precision((BY_CHANNEL,) * 30, 0.001)
     assert len(tried) == 1
 
 
@@ -159,7 +208,7 @@ def test_what_is_measured_is_bounded(harms: list[float], limit: float, together:
     def divergence(layers: Sequence[LayerBits]) -> float:
         nonlocal tried
         tried += 1
-        return costs(harms)(layers) * (together if layers.count(FOUR) > len(layers) // 4 else 1)
+        return costs(harms)(layers) * (together if layers.count(BY_CHANNEL) > len(layers) // 4 else 1)
 
     found = find_precision(divergence, len(harms), limit)
     assert found.divergence is not None and found.divergence <= limit and tried <= 15
@@ -185,7 +234,7 @@ def test_divergence_is_kullback_and_leiblers() -> None:
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hosted, tuple[tuple[int, ...], ...]]:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hosted, tuple[int, ...]]:
     read = read_model(str(embedded_model_path(tmp_path_factory.mktemp("embedded"))))
     read.evaluate()
     ids = sample_ids(read.tokenizer)
@@ -194,52 +243,85 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hoste
 
 
 @pytest.mark.slow
-def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[tuple[int, ...], ...]]) -> None:
+def test_the_embedded_model_does_with_keys_by_channel(embedded: tuple[nn.Module, Hosted, tuple[int, ...]]) -> None:
     model, hosted, ids = embedded
     found = Measured(ids)(model, hosted.inspection)
-    assert set(found.layers) == {FOUR} and found.divergence is not None
+    assert set(found.layers) == {BY_CHANNEL} and found.divergence is not None
     assert 0 < found.divergence < MAX_DIVERGENCE
+
+
+def test_the_sample_fills_blocks_and_counts_where_the_model_knows_the_language(
+    embedded: tuple[nn.Module, Hosted, tuple[int, ...]],
+) -> None:
+    """Keys by channel are only in full blocks. The embedded model knows facts, but neither prose nor code."""
+    model, hosted, text = embedded
+    assert len(text) >= 2.5 * BLOCK_SIZE
+    runs = PrecisionRuns(model, hosted.inspection, text, CurrentStep())
+    runs.compute_reference()
+    reference, layers = runs._reference, [BY_CHANNEL] * len(hosted.inspection.layers)
+    assert reference is not None and reference.counted[0] and reference.counted[BLOCK_SIZE:].any()
+    found = divergences_of(reference.logprobs, runs.logprobs(text, layers))
+    assert runs.divergence(layers) == pytest.approx(found[reference.counted].mean(), rel=1e-3)
+    assert runs.divergence(layers) < found.mean() / 5
+    assert runs.divergence(layers) > 5 * runs.divergence([LayerBits(8, 8)] * len(layers)), "no block was full"
+
+
+def test_stretches_that_a_model_does_not_know_do_not_count() -> None:
+    """Unless it knows none. No number is nothing that it knows."""
+    known, unknown, nothing = mx.full((64, 2), math.log(0.5)), mx.full((64, 2), -9.0), mx.full((64, 2), math.nan)
+
+    def counted(*parts: mx.array) -> list[bool]:
+        logprobs = mx.concatenate([*parts, parts[0][:9]])
+        logprobs = mx.concatenate([logprobs, mx.full((len(logprobs), 14), -9.0)], axis=1)
+        places = _familiar([0] * len(logprobs), logprobs)
+        assert len(places) == len(logprobs)
+        return [bool(each) for each in places[::64]]
+
+    assert counted(known, unknown, known) == [True, False, True, True]
+    assert counted(unknown, known) == [False, True, False]
+    assert counted(unknown, nothing) == counted(nothing, nothing) == counted(known, known) == [True] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [add_outliers, add_key_biases], ids=["channels", "biases"])
-def test_outliers_are_found_and_bits_raised(spoil: object, tmp_path: Path) -> None:
-    """The copy computes the same: only what is quantised of it suffers."""
+def test_large_channels_of_keys_need_no_more_bits(spoil: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    """The copy computes the same: only what is quantised per token of it suffers."""
     read = read_model(str(embedded_model_path(tmp_path)))
     read.evaluate()
-    ids = sample_ids(read.tokenizer)
+    text = sample_ids(read.tokenizer)
     read.tokenizer.close()
-    before = read.model(mx.array([ids[0]]))
-    assert callable(spoil)
+    before = read.model(mx.array([text]))
     spoil(read.model)
-    after = read.model(mx.array([ids[0]]))
+    after = read.model(mx.array([text]))
     assert (mx.abs(after - before).max() / mx.abs(before).max()).item() < 1e-4
     inspection = host(read.model, "qwen3", read.config, check=False).inspection
-    plain = Measured(ids, limit=float("inf"))(read.model, inspection)
-    assert plain.divergence is not None and plain.divergence > 5 * MAX_DIVERGENCE
-    found = Measured(ids)(read.model, inspection)
-    assert found.divergence is not None and found.divergence <= MAX_DIVERGENCE
-    assert max(bits.keys for bits in found.layers) > 4
-    again = Measured(ids, kept=found)(read.model, inspection)
+    runs = PrecisionRuns(read.model, inspection, text, CurrentStep())
+    runs.compute_reference()
+    assert runs.divergence([FOUR] * len(inspection.layers)) > 5 * MAX_DIVERGENCE
+    found = Measured(text)(read.model, inspection)
+    assert set(found.layers) == {BY_CHANNEL}
+    assert found.divergence is not None and found.divergence <= MAX_DIVERGENCE / 10
+    again = Measured(text, kept=found)(read.model, inspection)
     assert again is found
 
 
-def test_an_interrupted_search_loses_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_search_loses_nothing(model_folder: ModelFolder) -> None:
     """Each number is kept when it is measured; another search begins with the next one."""
-    read = read_model(str(embedded_model_path(tmp_path)))
-    read.evaluate()
-    texts = sample_ids(read.tokenizer)
-    read.tokenizer.close()
-    inspection = host(read.model, "qwen3", read.config, check=False).inspection
-    kept: dict[str, list[float]] = {}
+    model, model_type, config = load(model_folder("qwen2"))
+    inspection = host(model, model_type, config, check=False).inspection
+    text = [5 + 7 * index % 90 for index in range(BLOCK_SIZE + 44)]
+    runs, kept = PrecisionRuns(model, inspection, text, CurrentStep()), dict[str, list[float]]()
+    runs.compute_reference()
+    limit = runs.divergence([BY_CHANNEL] * len(inspection.layers)) / 2
 
     def search() -> PrecisionSearch:
-        return PrecisionSearch(read.model, inspection, texts, known=kept, keep=kept.update, limit=0.0015)
+        return PrecisionSearch(model, inspection, text, known=kept, keep=kept.update, limit=limit)
 
     whole = search()
     while whole.precision is None:
         whole.advance()
-    assert whole.measuring.done > 3 and {"errors in 4", "k8v4", "4"} < kept.keys()
+    assert max(bits.keys for bits in whole.precision.layers) > 4
+    assert whole.measuring.done > 3 and {"errors in 4c", "k8v4", "4c"} < kept.keys()
     numbers = dict(kept)
     kept.clear()
 
@@ -253,64 +335,15 @@ def test_an_interrupted_search_loses_nothing(tmp_path: Path) -> None:
     assert passes == whole.measuring.done - 1
 
 
-def test_what_is_much_too_coarse_is_not_read_to_the_end(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first text says enough. What is near the limit is read whole; all ranks decide by the same number."""
-    model, model_type, config = load(model_folder("qwen2"))
-    inspection = host(model, model_type, config, check=False).inspection
-    texts = [list(range(5, 30)), list(range(30, 60))]
-    whole = PrecisionRuns(model, inspection, texts, CurrentStep())
-    whole.compute_reference()
-    coarse = [FOUR] * len(inspection.layers)
-    divergence = whole.divergence(coarse)
-    lengths: list[int] = []
-    run = PrecisionRuns._run
-
-    def counted(runs: PrecisionRuns, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
-        lengths.append(len(text))
-        return run(runs, text, layers)
-
-    monkeypatch.setattr(PrecisionRuns, "_run", counted)
-    assert whole.divergence(coarse, hopeless=divergence) == divergence and lengths == [25, 30]
-    assert whole.divergence(coarse, hopeless=divergence / 100) > divergence / 100 and lengths[2:] == [25]
-    assert whole.divergence(coarse, divergence / 100, lambda total: 0.0) == divergence and lengths[3:] == [25, 30]
-
-    def texts_read(limit: float) -> int:
-        search = PrecisionSearch(model, inspection, texts, limit=limit)
-        search.advance()
-        lengths.clear()
-        search.advance()  # with all layers in 4 bits
-        return len(lengths)
-
-    assert texts_read(divergence / 100) == 1 and texts_read(divergence / 2) == 2
-
-
-def test_one_text_ranks_the_layers(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortest that counts: an order of layers needs no more."""
-    model, model_type, config = load(model_folder("qwen2"))
-    inspection = host(model, model_type, config, check=False).inspection
-    texts = [list(range(5, 30)), list(range(30, 50)), list(range(60, 90))]
-    runs, alone = (PrecisionRuns(model, inspection, read, CurrentStep()) for read in (texts, texts[1:2]))
-    for each in (runs, alone):
-        each.compute_reference()
-    assert runs.errors(FOUR) == alone.errors(FOUR) and min(runs.errors(FOUR)) > 0
-    read: list[Sequence[int]] = []
-    forward = PrecisionRuns._forward
-    monkeypatch.setattr(PrecisionRuns, "_forward", lambda *args: (read.append(args[1]), forward(*args))[1])
-    runs.errors(FOUR)
-    assert [len(text) for text in read] == [20]
-
-
 @pytest.mark.parametrize("ours", [True, False])
 def test_ranks_compare_in_one_dtype(model_folder: ModelFolder, ours: bool) -> None:
     """Rank 0 says whether there is room for weights in float32, whatever this rank has."""
     model, model_type, config = load(model_folder("qwen2"))
     model.set_dtype(mx.bfloat16)
     inspection = host(model, model_type, config, check=False).inspection
-    runs = PrecisionRuns(model, inspection, [list(range(5, 30))], CurrentStep())
+    runs = PrecisionRuns(model, inspection, list(range(5, 30)), CurrentStep())
     runs.compute_reference(lambda own: float(ours))
-    with runs._device_dtype(runs._reference):  # type: ignore[arg-type]
+    with runs._device_dtype(runs._reference.is_float32):  # type: ignore[union-attr]
         assert is_float32(model) == ours
 
 
@@ -322,9 +355,9 @@ def test_a_search_goes_on_in_the_dtype_of_its_reference(model_folder: ModelFolde
         nn.quantize(model, 32, 8)
     model.set_dtype(mx.bfloat16)
     inspection = host(model, model_type, config, check=False).inspection
-    texts, layers = [list(range(5, 30))], [FOUR] * len(inspection.layers)
+    text, layers = list(range(5, 30)), [FOUR] * len(inspection.layers)
     with in_float32(model):
-        runs = PrecisionRuns(model, inspection, texts, CurrentStep())
+        runs = PrecisionRuns(model, inspection, text, CurrentStep())
         runs.compute_reference()
         inside = runs.divergence(layers)
     assert not is_float32(model)

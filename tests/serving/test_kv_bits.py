@@ -100,18 +100,17 @@ def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: Mo
 
 
 @pytest.mark.slow
-def test_auto_is_the_default_and_finds_what_was_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded model does with 4 bits: its caches of versions that always kept 4 are read on. Measured once."""
+def test_auto_is_the_default_and_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model does with 4 bits, keys by channel."""
     monkeypatch.delenv("AGENTCACHE_KV")
     model = embedded_model_path(tmp_path)
-    assert ask(model, tmp_path / "cache", "4")[0] == len(PROMPT)
     with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
-        assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
-        report = llm.generate(PROMPT, GREEDY, agent="a").report
-    assert report is not None and report.computed_tokens <= 4
+        assert llm.model.kv_precision == "4c" and llm.model.kv_divergence is not None
+        assert llm.generate(PROMPT, GREEDY, agent="a").report.computed_tokens == len(PROMPT)
     monkeypatch.setattr("agentcache.models.precision_runs.PrecisionRuns._forward", None)  # whoever measures again fails
     with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
-        assert llm.model.kv_precision == "4"
+        assert llm.model.kv_precision == "4c"
+        assert llm.generate(PROMPT, GREEDY, agent="a").report.computed_tokens <= 4
 
 
 def test_doctor_keeps_what_it_measures(
