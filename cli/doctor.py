@@ -157,11 +157,11 @@ def check_kernels(config: Config) -> Check:
         if folder is None:
             return Check("kernels", True, f"not tried: {config.model} is not a folder here")
         try:
-            from agentcache.kv.packing import AUTO, LayerBits
+            from agentcache.kv.packing import AUTO, BY_CHANNEL
             from agentcache.models.kernel_report import in_child
         except ImportError as error:  # no back end
             return Check("kernels", True, f"none: {error}")
-        kinds = in_child(folder, str(LayerBits()) if config.kv == AUTO else config.kv)
+        kinds = in_child(folder, str(BY_CHANNEL) if config.kv == AUTO else config.kv)
     said = "; ".join(kind.phrase for kind in kinds) or "nothing could be tried; the reference serves"
     if config.kv == AUTO:
         said += "; layers in more than 4 bits: reference"
@@ -321,7 +321,7 @@ def _model(
         "kv_precision": precision,
         "kv_divergence": divergence,
     }
-    bits = "no keys and values" if kv_bits is None else f"keys and values in {precision or kv_bits} bits"
+    bits = "no keys and values" if kv_bits is None else f"format of keys and values {precision or kv_bits}"
     if divergence is not None:
         bits += f", which moves its logits by {divergence:.2g} nats"
     return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentcache.bench.plots import can_plot
 from agentcache.errors import ConfigError
-from agentcache.kv.packing import LayerBits
+from agentcache.kv.packing import BY_CHANNEL, LayerBits
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from benchmarks import quality_benchmark
@@ -84,7 +84,7 @@ def test_it_sees_a_spoilt_weight_and_a_coarse_cache(tmp_path: Path) -> None:
     assert broken.perplexity > 1.5 * same.perplexity and broken.recall < 0.5
     precision, _ = bench.choose()
     repaired = bench.answers([Format.of(bits) for bits in precision.layers])
-    assert set(precision.layers) != {FOUR}
+    assert set(precision.layers) == {BY_CHANNEL}
     assert repaired.perplexity < 1.01 * same.perplexity and repaired.recall > same.recall - 0.05
 
     weight = bench.model.layers[3].mlp.down_proj
@@ -93,11 +93,11 @@ def test_it_sees_a_spoilt_weight_and_a_coarse_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_the_outlier_copy_raises_bits_by_itself(tmp_path: Path) -> None:
+def test_a_server_of_the_outlier_copy_keeps_keys_by_channel_by_itself(tmp_path: Path) -> None:
     folder = write_outlier_copy(embedded_model_path(tmp_path), tmp_path / "copy")
     messages = [{"role": "user", "content": "Marc lives in Cairo. Ines likes nuts best. What does Ines like best?"}]
     with LLM(folder, cache_dir=tmp_path / "cache", kv="auto") as llm:
-        assert llm.model.kv_precision != "4" and llm.model.kv_divergence is not None
+        assert llm.model.kv_precision == "4c" and llm.model.kv_divergence is not None
         assert llm.chat(messages).text.strip() == "Ines likes nuts best."
     with LLM(folder, cache_dir=tmp_path / "cache", kv="4") as llm:
         assert llm.chat(messages).text.strip() != "Ines likes nuts best."
@@ -142,19 +142,20 @@ def test_a_model_reads_texts_in_the_formats_that_are_asked_for(tmp_path: Path) -
     for index, text in enumerate(texts):
         text.write_text("Marc lives in Cairo. " * (20 + index))
     told: list[str] = []
-    plan = QualityPlan(texts=tuple(map(str, texts)), formats=("4", "auto", "k8v4"), text_tokens=48)
+    plan = QualityPlan(texts=tuple(map(str, texts)), formats=("4", "4c", "auto", "k8v4"), text_tokens=48)
     tables = measure_texts(plan, told.append)
     assert [table.name for table in tables] == ["texts, one.txt", "texts, other.md", "texts, all texts"]
     for table in tables:
         rows = {row["format"]: row for row in table.rows}
-        assert list(rows) == ["16", "4", "auto", "k8v4"]
+        assert list(rows) == ["16", "4", "4c", "auto", "k8v4"]
         assert rows["16"]["change"] == rows["16"]["divergence"] == 0 < rows["k8v4"]["divergence"]
-        assert rows["k8v4"]["divergence"] < rows["4"]["divergence"] == rows["auto"]["divergence"]
-        assert [rows[name]["bits"] for name in ("16", "k8v4", "4")] == [16, 6.5, 4.5]
+        assert rows["k8v4"]["divergence"] < rows["4"]["divergence"]
+        assert rows["auto"] == rows["4c"] | {"format": "auto"}
+        assert [rows[name]["bits"] for name in ("16", "k8v4", "4", "4c")] == [16, 6.5, 4.5, 4.5]
         assert rows["16"]["change_error"] == 0 == pytest.approx(rows["16"]["divergence_error"], abs=1e-7)
         assert 0 < rows["4"]["divergence_error"] < rows["4"]["divergence"] and rows["4"]["change_error"] > 0
     assert [line.split()[:3] for line in told[:2]] == [["one.txt", "--kv", "16"], ["one.txt", "--kv", "4"]]
-    assert len(told) == 8
+    assert len(told) == 10
 
 
 def test_standard_errors_are_of_differences_token_by_token() -> None:
