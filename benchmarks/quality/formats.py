@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import ConfigError
+from agentcache.kv.by_channel import GROUP_TOKENS
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Packing, Plain, Quantisation
 
@@ -113,7 +114,8 @@ class Format:
 
     @classmethod
     def of(cls, bits: LayerBits) -> Format:
-        return cls(Side(bits.keys), Side(bits.values))
+        keys = Side(bits.keys, tokens=GROUP_TOKENS if bits.by_channel else None)
+        return cls(keys, Side(bits.values), opens=bits.by_channel)
 
     @classmethod
     def parse(cls, text: str) -> Format:

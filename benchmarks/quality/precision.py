@@ -30,7 +30,7 @@ from agentcache.models.inspection import Inspection, Paged
 from agentcache.models.layers import Stand
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured
-from benchmarks.quality.emulated import make_caches
+from benchmarks.quality.emulated import make_caches, reading_open_blocks
 from benchmarks.quality.exam import Answers, Exam, answer, write_exam
 from benchmarks.quality.formats import UNQUANTISED, Format
 from benchmarks.quality.plan import Part, QualityPlan, ResultTable
@@ -70,6 +70,7 @@ _NORMS, _PROJECTIONS = ("q_norm", "k_norm"), ("q_proj", "k_proj")
 def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
     for name, bits in reversed(BITS.items()):
         told = f"{name} bits" if name.isdigit() else f"keys {bits.keys}, values {bits.values}"
+        told = f"{bits.keys} bits, keys by channel" if bits.by_channel else told
         yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
     for name, format in _EMULATED.items():
         yield name, [format] * num_layers, ""
@@ -118,7 +119,8 @@ class Bench:
         return made
 
     def answers(self, formats: list[Format]) -> Answers:
-        return answer(self.model, self.exam, partial(self._caches, formats))
+        with reading_open_blocks(self.model):
+            return answer(self.model, self.exam, partial(self._caches, formats))
 
     def choose(self) -> tuple[Precision, float]:
         begin = time.perf_counter()
