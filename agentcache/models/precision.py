@@ -63,7 +63,7 @@ class PrecisionSearch:
 
     @property
     def measuring(self) -> Measuring:
-        chosen = None if self._precision is None else str(self._precision)
+        chosen = None if self._precision is None else self._precision.words
         return Measuring(self._passes, max(self._passes, MOST_PASSES), chosen)
 
     @property
@@ -223,7 +223,7 @@ class _Search:
     model: Measurements
     limit: float
     best: Precision | None = None
-    _best: tuple[float, float] = field(default=(math.inf, math.inf), init=False)  # size and divergence
+    _best_size_and_harm: tuple[float, float] = field(default=(math.inf, math.inf), init=False)
 
     def run(self) -> None:
         failed: dict[LayerBits, float] = {}  # divergences of the levels below
@@ -242,13 +242,13 @@ class _Search:
     def _measure(self, layers: Layers) -> float:
         divergence = 0.0 if set(layers) == {_UNQUANTISED} else self.model.divergence(layers)
         size = sum(self.model.size(index, bits) for index, bits in enumerate(layers))
-        if divergence <= self.limit and (size, divergence) < self._best:
-            self.best, self._best = Precision(tuple(layers), divergence), (size, divergence)
+        if divergence <= self.limit and (size, divergence) < self._best_size_and_harm:
+            self.best, self._best_size_and_harm = Precision(tuple(layers), divergence), (size, divergence)
         return divergence
 
     def _lower(self, level: int, at_level: float, failed: dict[LayerBits, float]) -> bool:
         base, errors = _LEVELS[level], {bits: self.model.errors(bits) for bits in _LEVELS[:level]}
-        of_base = self.model.errors(base) if base < SAFE else [0.0] * self.model.num_layers
+        of_base = [0.0] * self.model.num_layers if base == _UNQUANTISED else self.model.errors(base)
         steps = _steps(self.model, base, of_base, errors)
         free = sum(step.cost == 0 for step in steps)  # smaller and no worse: the first trial takes them all
         sums = [0.0, *accumulate(step.error for step in steps)]

@@ -26,6 +26,7 @@ from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32
 _FAMILIAR, _STRETCH = 0.75, 64  # share of a uniform guess's loss, over so many tokens
+_PARTS = slice(BLOCK_SIZE), slice(BLOCK_SIZE, None)  # of a text: by channel, the first block reads 8 bits only
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 _COPY_SHARE = 4  # 1/n of available memory, for the float32 copy
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
@@ -64,14 +65,14 @@ class PrecisionRuns:
         self._reference = None
 
     def divergence(self, layers: Sequence[LayerBits]) -> float:
-        """Mean divergence over the counted positions, in nats; infinite if a logit is NaN."""
+        """`worse_part_divergence` over the counted positions."""
         reference = self._reference
         assert reference is not None
         with self._device_dtype(reference.is_float32):
-            return mean_divergence(reference.logprobs, self._run(self._text, layers), reference.counted)
+            return worse_part_divergence(reference.logprobs, self._run(self._text, layers), reference.counted)
 
     def errors(self, bits: LayerBits) -> list[float]:
-        """Relative mean squared change of each layer's output, for the reference run's input."""
+        """Relative mean squared change of each layer's output, for the reference run's input, in the worse part."""
         reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
         trace = _Trace(reference.inputs)
@@ -138,7 +139,9 @@ class _Trace:
 def _change(expected: mx.array, actual: mx.array) -> mx.array:
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     squares = mx.maximum(mx.square(expected).sum(axis=-1), 1e-12)
-    return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
+    changes = mx.square(actual - expected).sum(axis=-1) / squares
+    means = [changes[:, part].mean() for part in _PARTS if changes[:, part].size]
+    return mx.nan_to_num(mx.stack(means), nan=1.0, posinf=1.0).max()
 
 
 def _familiar(text: Sequence[int], logprobs: mx.array) -> np.ndarray:
@@ -150,10 +153,16 @@ def _familiar(text: Sequence[int], logprobs: mx.array) -> np.ndarray:
     return np.repeat(known if any(known) else [True] * len(known), _STRETCH)[: len(text)]
 
 
-def mean_divergence(theirs: mx.array, logits: mx.array, counted: np.ndarray | slice = slice(None)) -> float:
-    """Mean divergence of `logits` from log odds at `counted` positions, in nats; infinite if a logit is NaN."""
+def worse_part_divergence(theirs: mx.array, logits: mx.array, counted: np.ndarray) -> float:
+    """Larger of the mean divergences in the first block and behind it, in nats; infinite if a logit is NaN.
+
+    `theirs` are log odds. One part is enough if the other has no `counted` position.
+    """
     found = divergences_of(theirs, logits)
-    return math.inf if np.isnan(found).any() else max(0.0, float(found[counted].mean()))
+    if np.isnan(found).any():
+        return math.inf
+    means = [float(found[part][counted[part]].mean()) for part in _PARTS if counted[part].any()]
+    return max(0.0, *means)
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:

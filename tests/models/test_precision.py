@@ -11,6 +11,7 @@ from random import Random
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,15 +24,16 @@ from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, Hosted, host
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import read_model, sample_ids
-from agentcache.models.precision import MAX_DIVERGENCE, Measured, Measurements, PrecisionSearch
+from agentcache.models.precision import MAX_DIVERGENCE, MOST_PASSES, Measured, Measurements, PrecisionSearch
 from agentcache.models.precision import find_precision as search
 from agentcache.models.precision_runs import (
     PrecisionRuns,
+    _change,
     _familiar,
     divergences_of,
     in_float32,
     is_float32,
-    mean_divergence,
+    worse_part_divergence,
 )
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
@@ -149,20 +151,48 @@ def test_no_format_for_all_layers_is_smaller(harms: list[float], limit: float) -
     assert sizes[0] <= min(within)
 
 
-HARM = st.floats(0, 2)
+HARMS = st.lists(st.tuples(*[st.floats(0, 2)] * 3), min_size=1, max_size=40)  # of each layer, in all but 16 bits
+
+
+class Table(Model):
+    """A model whose layers do the harms of a table, in sum `together` times those."""
+
+    def __init__(self, harms: Sequence[Sequence[float]], together: float = 1.0) -> None:
+        super().__init__(self._sum, [0.0] * len(harms))
+        self.of = {bits: [row[level] for row in harms] for level, bits in enumerate(LEVELS[:-1])}
+        self.of[SIXTEEN] = [0.0] * len(harms)
+        self.together = together
+        self.measured: set[object] = set()
+
+    def _sum(self, layers: Sequence[LayerBits]) -> float:
+        self.measured.add(tuple(layers))
+        return self.together * sum(self.of[bits][index] for index, bits in enumerate(layers))
+
+    def errors(self, bits: LayerBits) -> list[float]:
+        self.measured.add(bits)
+        return self.of[bits]
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(st.tuples(HARM, HARM), min_size=1, max_size=40), st.floats(1e-4, 1))
-def test_no_layer_has_a_format_with_a_smaller_and_better_one(harms: list[tuple[float, float]], limit: float) -> None:
-    """Whichever of 4 bits by channel and keys in 8 does more harm in a layer; their sum is the model's."""
-    of = {bits: [pair[index] for pair in harms] for index, bits in enumerate(LEVELS[:2])}
-    model = Model(lambda layers: sum(of[bits][index] for index, bits in enumerate(layers) if bits in of), [])
-    model.harms = [0.0] * len(harms)
-    model.errors = lambda bits: of.get(bits, model.harms)  # type: ignore[method-assign]
-    found = search(model, limit)
-    for index, bits in enumerate(found.layers):
-        assert not (bits == LEVELS[1] and of[BY_CHANNEL][index] <= of[bits][index])
+@given(HARMS, st.floats(1e-4, 1))
+def test_no_layer_has_a_format_with_a_smaller_and_better_one(harms: list[Sequence[float]], limit: float) -> None:
+    """Whichever format does more harm in a layer, also 8 bits more than 4; their sum is the model's."""
+    table = Table(harms)
+    for index, bits in enumerate(search(table, limit).layers):
+        smaller = LEVELS[: LEVELS.index(bits)]
+        assert all(table.of[each][index] > table.of[bits][index] for each in smaller if bits != SIXTEEN)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(HARMS, st.floats(1e-4, 1), st.floats(0.3, 3))
+def test_any_table_is_searched_in_few_passes_to_one_end(
+    harms: list[Sequence[float]], limit: float, together: float
+) -> None:
+    tables = [Table(harms, together) for _ in range(2)]
+    found, again = (search(each, limit) for each in tables)
+    assert found == again and found.divergence is not None
+    assert found.divergence <= limit or set(found.layers) == {SIXTEEN}
+    assert 1 + len(tables[0].measured) <= MOST_PASSES
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -221,16 +251,37 @@ def test_a_model_that_stands_nothing_is_kept_as_it_is() -> None:
     assert find_precision(divergence, 96, 0.01) == Precision((SIXTEEN,) * 96, 0.0)
 
 
+def divergence_of(theirs: mx.array, logits: mx.array) -> float:
+    return worse_part_divergence(theirs, logits, np.ones(len(theirs), bool))
+
+
 def test_what_is_no_number_counts_as_harm() -> None:
     odds, nothing = mx.log(mx.array([[0.5, 0.5, 0.0]])), mx.full((1, 3), math.nan)
-    assert mean_divergence(odds, odds) == 0  # the third entry is padding
-    assert mean_divergence(odds, nothing) == mean_divergence(nothing, odds) == math.inf
+    assert divergence_of(odds, odds) == 0  # the third entry is padding
+    assert divergence_of(odds, nothing) == divergence_of(nothing, odds) == math.inf
 
 
 def test_divergence_is_kullback_and_leiblers() -> None:
     one, other = mx.log(mx.array([[0.5, 0.5], [0.9, 0.1]])), mx.log(mx.array([[0.25, 0.75], [0.9, 0.1]]))
-    assert mean_divergence(one, other) == pytest.approx(0.5 * (0.5 * mx.log(mx.array(4 / 3)).item()), abs=1e-6)
-    assert mean_divergence(one, one + 3) == pytest.approx(0, abs=1e-6)
+    assert divergence_of(one, other) == pytest.approx(0.5 * (0.5 * mx.log(mx.array(4 / 3)).item()), abs=1e-6)
+    assert divergence_of(one, one + 3) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("spoilt", [slice(BLOCK_SIZE), slice(BLOCK_SIZE, None)], ids=["first block", "behind it"])
+def test_neither_part_of_a_text_hides_the_other(spoilt: slice) -> None:
+    """By channel, the first block reads 8 bits only: its positions must not lower the mean."""
+    theirs = mx.log(mx.full((BLOCK_SIZE + 64, 2), 0.5))
+    ours = np.array(theirs)
+    ours[spoilt] = np.log([0.25, 0.75])
+    harm = 0.5 * math.log(4 / 3)
+    every, same = np.ones(len(ours), bool), np.ones(len(ours), bool)
+    same[spoilt] = False
+    assert worse_part_divergence(theirs, mx.array(ours), every) == pytest.approx(harm, abs=1e-6)
+    assert worse_part_divergence(theirs, mx.array(ours), ~same) == pytest.approx(harm, abs=1e-6)
+    assert worse_part_divergence(theirs, mx.array(ours), same) == pytest.approx(0, abs=1e-6)
+    outputs = np.ones((1, len(ours), 4), np.float32)
+    outputs[:, spoilt] = 1.5
+    assert _change(mx.ones(outputs.shape), mx.array(outputs)).item() == pytest.approx(0.25)
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +311,9 @@ def test_the_sample_fills_blocks_and_counts_where_the_model_knows_the_language(
     runs.compute_reference()
     reference, layers = runs._reference, [BY_CHANNEL] * len(hosted.inspection.layers)
     assert reference is not None and reference.counted[0] and reference.counted[BLOCK_SIZE:].any()
-    found = divergences_of(reference.logprobs, runs.logprobs(text, layers))
-    assert runs.divergence(layers) == pytest.approx(found[reference.counted].mean(), rel=1e-3)
+    found, counted = divergences_of(reference.logprobs, runs.logprobs(text, layers)), reference.counted
+    means = [found[part][counted[part]].mean() for part in (slice(BLOCK_SIZE), slice(BLOCK_SIZE, None))]
+    assert runs.divergence(layers) == pytest.approx(max(means), rel=1e-3)
     assert runs.divergence(layers) < found.mean() / 5
     assert runs.divergence(layers) > 5 * runs.divergence([LayerBits(8, 8)] * len(layers)), "no block was full"
 
