@@ -59,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StartResult:
-    """Medians; `precision` as in `/v1/models`."""
+    """Medians; `precision` as `kv_format` in `/v1/models`."""
 
     load: Span
     ready: Span
@@ -131,7 +131,7 @@ def _is_measuring(server: ServerProcess) -> bool:
 
 
 def _precision(server: ServerProcess) -> str:
-    return str(server.client.request("GET", "/v1/models")["data"][0]["kv_precision"])
+    return str(server.client.request("GET", "/v1/models")["data"][0]["kv_format"])
 
 
 def build_report(plan: StartPlan, result: StartResult) -> Report:

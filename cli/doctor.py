@@ -53,7 +53,7 @@ def doctor(
     ] = None,
     cache_dir: CacheDir = None,
     kv: Annotated[
-        str | None, typer.Option(help="Bits of cached keys and values (4).", metavar="auto|4|4c|8|k8v4|16")
+        str | None, typer.Option(help="Format of cached keys and values (auto).", metavar="auto|4|4c|8|k8v4|16")
     ] = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
     url: Annotated[
@@ -164,7 +164,7 @@ def check_kernels(config: Config) -> Check:
         kinds = in_child(folder, str(BY_CHANNEL) if config.kv == AUTO else config.kv)
     said = "; ".join(kind.phrase for kind in kinds) or "nothing could be tried; the reference serves"
     if config.kv == AUTO:
-        said += "; layers in more than 4 bits: reference"
+        said += f"; tried for {BY_CHANNEL.words}, not for other formats"
     return Check("kernels", True, said, [asdict(kind) for kind in kinds])
 
 
@@ -264,7 +264,9 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
     groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
     yield _model(
-        model["id"], model["max_model_len"], model["kv_bits"], model.get("kv_precision"), model.get("kv_divergence")
+        model["id"],
+        model["max_model_len"],
+        {name: model.get(name) for name in ("kv_bits", "kv_precision", "kv_format", "kv_divergence")},
     )
     yield _sampling(model.get("sampling", {}))
     yield _groups(groups)
@@ -286,7 +288,13 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
     found = inspect_model(config, config.model or str(embedded_model_path(home)))
     info = found.info
-    yield _model(info.id, info.max_context, info.kv_bits, info.kv_precision, info.kv_divergence)
+    kv = {
+        "kv_bits": info.kv_bits,
+        "kv_precision": info.kv_precision,
+        "kv_format": info.kv_format,
+        "kv_divergence": info.kv_divergence,
+    }
+    yield _model(info.id, info.max_context, kv)
     yield _sampling(info.sampling.known)
     yield _groups(info.cache_groups)
     yield _forms(info.forms_refusal)
@@ -311,20 +319,16 @@ def local_folder(model: str) -> Path | None:
         return folder  # the loader reports the id
 
 
-def _model(
-    name: str, max_context: int, kv_bits: float | None, precision: str | None, divergence: float | None
-) -> Finding:
-    data = {
-        "id": name,
-        "max_model_len": max_context,
-        "kv_bits": kv_bits,
-        "kv_precision": precision,
-        "kv_divergence": divergence,
-    }
-    bits = "no keys and values" if kv_bits is None else f"format of keys and values {precision or kv_bits}"
-    if divergence is not None:
-        bits += f", which moves its logits by {divergence:.2g} nats"
-    return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)
+def _model(name: str, max_context: int, kv: Mapping[str, Any]) -> Finding:
+    data = {"id": name, "max_model_len": max_context, **kv}
+    told = "no keys and values" if kv["kv_bits"] is None else f"keys and values in {_format(kv)}"
+    if kv["kv_divergence"] is not None:
+        told += f", which moves its logits by {kv['kv_divergence']:.2g} nats"
+    return Finding("model", f"{name} is served: context of {max_context:,} tokens, {told}", data)
+
+
+def _format(kv: Mapping[str, Any]) -> str:
+    return kv["kv_format"] or f"{kv['kv_precision'] or kv['kv_bits']} bits"  # an earlier server has no kv_format
 
 
 def _sampling(known: Mapping[str, Any]) -> Finding:

@@ -146,8 +146,8 @@ def _describe(model: dict[str, Any]) -> str:
     version = model["version"] or "unknown"
     here = "" if version == __version__ else f" (here: {__version__})"
     parts = [f"{model['id']}, {model.get('max_model_len', '?')} tokens", f"agentcache {version}{here}"]
-    if "kv_precision" in model:
-        parts.append(f"kv {model['kv_precision']}")
+    if kv_format := model.get("kv_format", model.get("kv_precision")):
+        parts.append(f"keys and values in {kv_format}")
     if model["adapters"]:
         parts.append(f"adapters {', '.join(model['adapters'])}")
     return "; ".join(parts)

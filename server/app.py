@@ -199,8 +199,8 @@ async def health(request: Request) -> Response:
     ranks = {"ranks": engine.model.ranks} if engine.model.ranks > 1 else {}
     measuring = engine.measuring
     precision = {} if measuring is None else {"measuring_precision": {"done": measuring.done, "most": measuring.most}}
-    told = {"status": "ok", "memory_pressure": engine.memory_pressure.word, **ranks, **precision}
-    return JSONResponse(told, headers=headers)
+    told = {"status": "ok", "memory_pressure": engine.memory_pressure.word, "kv_format": engine.model.kv_format}
+    return JSONResponse(told | ranks | precision, headers=headers)
 
 
 async def metrics(request: Request) -> Response:
@@ -232,6 +232,7 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "kv_bits": model.kv_bits,
         "sampling": model.sampling.known,
         "kv_precision": model.kv_precision,
+        "kv_format": model.kv_format,
         "kv_divergence": model.kv_divergence,
         "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],
         "chat_template": {"used": model.template_repairs is not None, "repairs": list(model.template_repairs or ())},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CONTEXT = 100_000
+KV_FORMAT = "1 byte a token"
 
 
 class Memory:
@@ -90,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self._send(200, {"status": "ok"})
+        elif self.path == "/v1/models":
+            self._send(200, {"data": [{"id": "fake", "kv_format": KV_FORMAT}]})
         else:
             self._send(200, {"data": [{"id": agent} for agent in self.memory.agents()]})
 

@@ -111,7 +111,8 @@ class ModelInfo:
     """The served model.
 
     `template_repairs`: None if unused. `kv_bits`: mean of a cached key or value; None without a KV cache.
-    `kv_divergence`: measured error of `kv_precision`. `forms_refusal`: why answers cannot be constrained, or empty.
+    `kv_format`: `kv_precision` in words. `kv_divergence`: its measured error, in nats.
+    `forms_refusal`: why answers cannot be constrained, or empty.
     """
 
     id: str
@@ -129,6 +130,7 @@ class ModelInfo:
     adapters: tuple[AdapterInfo, ...] = ()
     kv_bits: float | None = None
     kv_precision: str = ""
+    kv_format: str = ""
     kv_divergence: float | None = None
     cache_groups: tuple[CacheGroupInfo, ...] = ()
     ranks: int = 1

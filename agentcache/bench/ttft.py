@@ -77,12 +77,13 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """Samples at one length, or why it was `skipped`."""
+    """Samples at one length, or why it was `skipped`; `kv_format` as in `/v1/models`."""
 
     context_tokens: int
     samples: tuple[Sample, ...] = ()
     files: Files | None = None
     skipped: str | None = None
+    kv_format: str = ""
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[SizeResult]:
@@ -111,6 +112,7 @@ class _SizeBench:
         self._samples: list[Sample] = []
         self._context: list[int] = []
         self._turns: list[list[int]] = []
+        self._kv_format = ""
 
     def run(self) -> SizeResult:
         with self._server() as server:
@@ -122,7 +124,7 @@ class _SizeBench:
             self._fork(server.client, "hot")
             server.kill()
         self._measure_restarted()
-        return SizeResult(self._size, tuple(self._samples), _read_files(files))
+        return SizeResult(self._size, tuple(self._samples), _read_files(files), kv_format=self._kv_format)
 
     def _server(self) -> ServerProcess:
         return ServerProcess(
@@ -162,6 +164,7 @@ class _SizeBench:
                 self._turn(server.client, "warm", f"warm-{repeat}", repeat)
                 _restore(server.client, f"hot-{repeat}")
                 self._turn(server.client, "hot", f"hot-{repeat}", repeat)
+                self._kv_format = str(server.client.request("GET", "/v1/models")["data"][0]["kv_format"])
                 server.kill()
 
     def _fork(self, client: Client, name: str) -> None:

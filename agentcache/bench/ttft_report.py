@@ -24,12 +24,14 @@ EMBEDDED_CAVEAT = (
 
 
 def build_report(plan: Plan, results: Sequence[SizeResult]) -> Report:
-    files = next((result.files for result in results if result.files), None)
+    measured = next((result for result in results if result.files), None)
+    files = None if measured is None else measured.files
     shape = {key: files.metadata[key] for key in SHAPE_KEYS if key in files.metadata} if files else {}
+    kv_format = None if measured is None else measured.kv_format
     return TTFT.report(
         plan,
         _caveats(plan, results),
-        model={"name": plan.model or "embedded", "shape": shape},
+        model={"name": plan.model or "embedded", "shape": shape, "kv_format": kv_format},
         sizes=[summarise(result) for result in results],
         samples=[asdict(sample) for result in results for sample in result.samples],
     )
@@ -116,7 +118,9 @@ def ttft_table(report: Report) -> Table:
 
 def cache_table(report: Report) -> Table:
     headings = ("KV data", "restored", "restore rate", "raw read", "turn's KV data", "turn wrote", "decode")
-    table = number_table("The cache behind it", ("context", *headings), no_wrap=True)
+    kv_format = report["model"]["kv_format"]
+    title = "The cache behind it" + (f": keys and values in {kv_format}" if kv_format else "")
+    table = number_table(title, ("context", *headings), no_wrap=True)
     for size in report["sizes"]:
         if not size["skipped"]:
             table.add_row(str(size["context_tokens"]), *_cache_cells(size))

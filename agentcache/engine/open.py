@@ -327,6 +327,7 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         kv_bits=served.spec.bits,
         ranks=served.ranks,
         kv_precision=str(served.precision),
+        kv_format=served.precision.words,
         kv_divergence=served.precision.divergence,
         forms_refusal=served.tokenizer.grammars.refusal,
         sampling=config.sampling.over(sampling_defaults(served.path)),

@@ -248,7 +248,7 @@ class AsyncEngine:
             self._measuring = None
             return
         async with self._gate.closed():
-            log.info("the format of keys and values is %s from now on; the engine is opened again", measuring.chosen)
+            log.info("keys and values are kept in %s from now on; the engine is opened again", measuring.chosen)
             try:
                 await self._replace_engine()
             except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -129,6 +129,13 @@ class LayerBits:
             return f"{self.keys}c"
         return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
 
+    @property
+    def words(self) -> str:
+        """Such as `4 bits, keys by channel`."""
+        if self.by_channel:
+            return f"{self.keys} bits, keys by channel"
+        return f"{self.keys} bits" if self.keys == self.values else f"{self.keys} bits, values in {self.values}"
+
 
 BY_CHANNEL = LayerBits(4, 4, by_channel=True)
 BITS = {str(bits): bits for bits in (LayerBits(4, 4), BY_CHANNEL, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
@@ -163,16 +170,24 @@ class Precision:
         return {"layers": layers, "divergence": self.divergence}
 
     def __str__(self) -> str:
-        """Such as `4`, or `4 (layers 0-1, 7 in k8v4)`."""
+        """Such as `4c`, or `4c (layers 0-1, 7 in k8v4)`."""
+        return self._told(str)
+
+    @property
+    def words(self) -> str:
+        """Such as `4 bits, keys by channel (layers 0-1, 7 in 8 bits, values in 4)`."""
+        return self._told(lambda bits: bits.words)
+
+    def _told(self, name: Callable[[LayerBits], str]) -> str:
         if not self.layers:
             return "none"
         usual, _ = Counter(self.layers).most_common(1)[0]
         others = sorted(set(self.layers) - {usual})
         told = [
-            f"{_ranges([index for index, bits in enumerate(self.layers) if bits == other])} in {other}"
+            f"{_ranges([index for index, bits in enumerate(self.layers) if bits == other])} in {name(other)}"
             for other in others
         ]
-        return f"{usual} (layers {'; '.join(told)})" if told else str(usual)
+        return f"{name(usual)} (layers {'; '.join(told)})" if told else name(usual)
 
 
 def _is_kept(layer: LayerBits) -> bool:

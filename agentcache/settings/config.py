@@ -156,7 +156,10 @@ class Config:
     )
     kv: str = _setting(
         Kind.TEXT,
-        Flag("Bits of cached keys and values (auto: 4, more where layers need it).", metavar="auto|4|4c|8|k8v4|16"),
+        Flag(
+            "Format of cached keys and values (auto: 4 bits, keys by channel; more where layers need it).",
+            metavar="auto|4|4c|8|k8v4|16",
+        ),
         default="auto",
     )
     temperature: float | None = _setting(

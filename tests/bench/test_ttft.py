@@ -80,7 +80,8 @@ def test_the_report_begins_with_caveats_and_says_where_it_ran(report: dict[str, 
     assert report["caveats"][0].startswith("The embedded model is tiny")
     assert {"platform", "cpu", "cores", "memory_bytes", "device", "preloaded"} <= set(report["machine"])
     assert {"python", "mlx", "mlx-lm", "agentcache"} <= set(report["versions"])
-    assert report["model"] == {"name": "embedded", "shape": {"model_type": "fake", "num_layers": "0"}}
+    shape = {"model_type": "fake", "num_layers": "0"}
+    assert report["model"] == {"name": "embedded", "shape": shape, "kv_format": "1 byte a token"}
     assert len(report["samples"]) == 16
     spread = report["sizes"][0]["warm"]["ttft_ms"]
     assert spread["min"] <= spread["median"] <= spread["max"]
@@ -110,6 +111,7 @@ def test_tables_and_files(report: dict[str, Any], tmp_path: Path) -> None:
         assert kind in text
     assert "616/16/16" in text
     assert "skipped: too long" in text
+    assert "The cache behind it: keys and values in 1 byte a token" in text
     data, plot = TTFT.write(report, tmp_path / "results")
     assert json.loads(data.read_text())["sizes"][0]["context_tokens"] == 600
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from agentcache.cli import doctor
 from agentcache.cli.doctor import examine_model
+from agentcache.kv.packing import BY_CHANNEL
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
 from agentcache.store.cache_files import CacheFiles
@@ -56,8 +57,14 @@ def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
     assert (kind["kind"], kind["heads"], kind["layers"]) == ("full", "4/2 x 64", 8)
     assert kind["by"] == "kernel" or kind["why"] == "this device compiles no kernels"
     assert checks["kernels"]["detail"].startswith(f"full: {kind['by']}")
+    assert "keys and values in 4 bits" in checks["model"]["detail"]
     assert "mlx" in checks["versions"]["detail"]
     assert not (tmp_path / "new").exists()
+
+
+def test_its_help_says_the_default_format(invoke: Invoke) -> None:
+    text = " ".join(invoke("doctor", "--help").stdout.replace("│", " ").split())
+    assert "Format of cached keys and values (auto)." in text
 
 
 def test_a_check_that_fails_is_exit_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +213,21 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
         found = {each.name: each for each in examine_model(Config(cache_dir=tmp_path), url)}
     assert found["cache"].detail == "state (state.0): 2.0 MB a snapshot"
     assert found["memory"].data["agents_of_8k"] == 15, "no more than there is room for states"
+    assert found["model"].detail.endswith("no keys and values")
+
+
+@pytest.mark.parametrize(
+    ("kv", "told"),
+    [
+        ({"kv_bits": 4, "kv_precision": "4c", "kv_format": BY_CHANNEL.words}, "in 4 bits, keys by channel"),
+        ({"kv_bits": 4, "kv_precision": "4", "kv_format": None}, "in 4 bits"),  # of an earlier server
+        ({"kv_bits": 4.5, "kv_precision": None, "kv_format": None}, "in 4.5 bits"),
+    ],
+)
+def test_a_model_is_told_with_its_format(kv: dict[str, Any], told: str) -> None:
+    found = doctor._model("m", 4096, kv | {"kv_divergence": 0.0031})
+    assert found.detail.endswith(f"keys and values {told}, which moves its logits by 0.0031 nats")
+    assert found.data == {"id": "m", "max_model_len": 4096, "kv_divergence": 0.0031, **kv}
 
 
 @pytest.mark.slow

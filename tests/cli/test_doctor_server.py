@@ -59,6 +59,7 @@ def test_a_server_that_works() -> None:
     assert list(found) == names
     assert MODEL.id in found["model"].detail and __version__ in found["model"].detail
     assert found["model"].data["max_model_len"] == 4096
+    assert f"; keys and values in {MODEL.kv_format}" in found["model"].detail
     assert found["key"].detail == "none needed"
     assert "written" in found["chat"].detail and "events" in found["streaming"].detail
 

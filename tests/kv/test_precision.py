@@ -11,7 +11,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import GroupArena
 from agentcache.kv.group_info import describe_group
 from agentcache.kv.packed import dequantise, quantise
-from agentcache.kv.packing import BITS, LayerBits, LayerPacking, Packing, Plain, Precision, Quantisation
+from agentcache.kv.packing import BITS, BY_CHANNEL, LayerBits, LayerPacking, Packing, Plain, Precision, Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group, make_groups
 from agentcache.kv.step_cache import Writes
 
@@ -32,6 +32,20 @@ LAYERS = [LayerSpec(index, 2, 64, 64, 512 if index % 2 else None) for index in r
 )
 def test_how_people_read_it(layers: tuple[LayerBits, ...], name: str) -> None:
     assert str(Precision(layers)) == name
+
+
+def test_labels_say_it_in_words() -> None:
+    told = {name: bits.words for name, bits in BITS.items()}
+    assert told == {
+        "4": "4 bits",
+        "4c": "4 bits, keys by channel",
+        "k8v4": "8 bits, values in 4",
+        "8": "8 bits",
+        "16": "16 bits",
+    }
+    mixed = Precision((BY_CHANNEL, BY_CHANNEL, BY_CHANNEL, EIGHT, LayerBits(8, 4)))
+    assert mixed.words == "4 bits, keys by channel (layers 4 in 8 bits, values in 4; 3 in 8 bits)"
+    assert Precision(()).words == "none"
 
 
 def test_names_to_ask_by() -> None:

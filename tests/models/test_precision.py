@@ -301,6 +301,7 @@ def test_the_embedded_model_does_with_keys_by_channel(embedded: tuple[nn.Module,
     assert 0 < found.divergence < MAX_DIVERGENCE
 
 
+@pytest.mark.slow
 def test_the_sample_fills_blocks_and_counts_where_the_model_knows_the_language(
     embedded: tuple[nn.Module, Hosted, tuple[int, ...]],
 ) -> None:
@@ -332,6 +333,19 @@ def test_stretches_that_a_model_does_not_know_do_not_count() -> None:
     assert counted(known, unknown, known) == [True, False, True, True]
     assert counted(unknown, known) == [False, True, False]
     assert counted(unknown, nothing) == counted(nothing, nothing) == counted(known, known) == [True] * 3
+
+
+@pytest.mark.parametrize(("name", "lowest"), [("qwen2", BY_CHANNEL), ("deepseek_v2", FOUR)])
+def test_the_smallest_format_is_by_channel_and_of_latents_per_token(
+    model_folder: ModelFolder, name: str, lowest: LayerBits
+) -> None:
+    """Also without a text to measure."""
+    model, model_type, config = load(model_folder(name))
+    inspection = host(model, model_type, config, check=False).inspection
+    measured = Measured(list(range(5, 30)), limit=math.inf)(model, inspection)
+    assert set(measured.layers) == {lowest} and measured.divergence is not None
+    unmeasured = Measured(())(model, inspection)
+    assert set(unmeasured.layers) == {lowest} and unmeasured.divergence is None
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ MODEL = ModelInfo(
     has_chat_template=True,
     kv_bits=4,
     kv_precision="4 (layers 0 in k8v4)",
+    kv_format="4 bits (layers 0 in 8 bits, values in 4)",
     kv_divergence=0.003,
     cache_groups=(CacheGroupInfo("window512.0", GroupKind.WINDOW, 512, 2, 144, 0, 36864),),
 )

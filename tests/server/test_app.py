@@ -20,9 +20,10 @@ POST_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/agents"]
 def test_health_in_each_state() -> None:
     engine = FakeEngine()
     answer = ask(engine, "GET", "/health")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "memory_pressure": "normal"})
+    told = {"status": "ok", "memory_pressure": "normal", "kv_format": "4 bits (layers 0 in 8 bits, values in 4)"}
+    assert (answer.status_code, answer.json()) == (200, told)
     short = ask(FakeEngine(memory_pressure=Level.CRITICAL), "GET", "/health")
-    assert (short.status_code, short.json()) == (200, {"status": "ok", "memory_pressure": "critical"})
+    assert (short.status_code, short.json()) == (200, told | {"memory_pressure": "critical"})
     assert answer.headers["server"] == "agentcache"
     loading = ask(FakeEngine(ready=False), "GET", "/health")
     assert (loading.status_code, loading.json()) == (503, {"status": "loading"})
@@ -49,6 +50,7 @@ def test_models() -> None:
         "kv_bits": 4,
         "sampling": {},
         "kv_precision": "4 (layers 0 in k8v4)",
+        "kv_format": MODEL.kv_format,
         "kv_divergence": 0.003,
         "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864, "packing": ""}],
         "chat_template": {"used": True, "repairs": []},
