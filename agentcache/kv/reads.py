@@ -296,6 +296,8 @@ class Reads(BlockReads):
         self._open_slots: list[list[int]] | None = None
         first_slots: list[int] = []
         if open_tables is not None:
+            if min(before, default=FIRST_SEALED) < FIRST_SEALED:
+                raise BrokenInvariant("a table of sealed blocks begins with a block that stays open")
             rows = list(zip(open_tables, lengths, ends, strict=True))
             self._open_slots = [table.slots_of(range(length // BLOCK_SIZE, end)) for table, length, end in rows]
             first_slots = [_first_slot(table, length, end, window) for table, length, end in rows]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Precision
@@ -109,14 +109,18 @@ class PrecisionRuns:
 
     def _forward(self, text: Sequence[int], layers: Sequence[LayerBits]) -> Any:
         inspection, count = self._inspection.kept_in(Precision(tuple(layers))), len(text)
-        table = BlockTable(list(range(-(-count // BLOCK_SIZE))))
+        blocks = list(range(-(-count // BLOCK_SIZE)))
+        every, sealed = BlockTable(blocks), BlockTable(blocks[FIRST_SEALED:], FIRST_SEALED)
         caches = []
         for layer, packing in zip(inspection.layers, inspection.packings, strict=True):
             arena = LayerArena(layer, packing)
-            arena.grow(len(table.block_ids))
-            opened = None if arena.open is None else [table]
-            reads = Reads([table], [0], count, layer.window, opened)
-            caches.append(StepCache(arena, reads, Writes([table], [0], count, opened or ()), 0))
+            arena.grow(len(blocks))
+            if arena.open is None:
+                reads, writes = Reads([every], [0], count, layer.window), Writes([every], [0], count)
+            else:
+                reads = Reads([sealed], [0], count, layer.window, [every])
+                writes = Writes([every], [0], count, [sealed])
+            caches.append(StepCache(arena, reads, writes, 0))
         ids = mx.array([text])
         with self._current.of(StepInputs(ids, [0], all_logits=True)):
             return self._model(ids, cache=inspection.caches(caches, make_caches(None, inspection.recurrent)))
