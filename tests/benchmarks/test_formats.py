@@ -25,6 +25,7 @@ from benchmarks.quality.format_bench import FORMATS, QUICK_FORMATS, FormatBench,
 from benchmarks.quality.formats import UNQUANTISED, Format, Side, by_channel, hadamard, levels, parse_formats
 from benchmarks.quality.plan import QualityPlan
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.model_files import MODEL_FILES
@@ -219,8 +220,16 @@ class Recorder:
         return [mx.concatenate(each, axis=2)[0] for each in (self.queries, self.keys, self.values, self.outputs)]
 
 
-@pytest.mark.parametrize("format", FORMATS_TESTED)
-@pytest.mark.parametrize(("architecture", "window"), [("llama", None), ("gemma3_text", 32), ("gemma3_text_wide", 512)])
+READINGS = [("llama", None), ("gemma3_text", 32), ("gemma3_text_wide", 512)]
+# Each format once and each model once.
+FORMATS_READ = [
+    (format, *reading) if at == number else slow(format, *reading)
+    for at, format in enumerate(FORMATS_TESTED)
+    for number, reading in enumerate(READINGS)
+]
+
+
+@pytest.mark.parametrize(("format", "architecture", "window"), FORMATS_READ, ids=str)
 def test_open_blocks_are_read_as_a_query_at_a_time(
     format: str, architecture: str, window: int | None, model_folder: ModelFolder
 ) -> None:
@@ -260,7 +269,7 @@ def test_the_engine_reads_keys_by_channel_as_the_laboratory_does(model_folder: M
 
 
 @pytest.mark.parametrize("format", FORMATS_TESTED)
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [slow(None), 300])
 def test_chunks_change_nothing(format: str, window: int | None) -> None:
     """Of the same keys and values: a model's own last bits depend on chunks."""
     queries = mx.random.normal((1, 4, 600, 64), key=mx.random.key(0))

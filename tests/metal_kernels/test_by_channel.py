@@ -79,7 +79,7 @@ EIGHT_BITS = [
     Case(64, 1, 2, F16, (280, 290), value_bits=8, prefix=1),
 ]
 CASES = [*SHAPES, *FEATURES, *PREFIXES, *RESIDUALS, *EIGHT_BITS]
-ALWAYS = [*SHAPES[:3], *FEATURES[:3], PREFIXES[0], PREFIXES[-1], *RESIDUALS[:2], *EIGHT_BITS[:2]]
+ALWAYS = [*SHAPES[:3], FEATURES[1], PREFIXES[0], RESIDUALS[0], EIGHT_BITS[0]]
 
 
 @needs_clang
@@ -119,7 +119,7 @@ def read(result: Result, *names: str) -> int:
 
 
 CUTS = [(length, rows) for length in (1, 16, 17, 64, 65, 255, 256, 257, 272, 321, 512, 4095, 4102) for rows in (1, 3)]
-KEPT = ((1, 3), (17, 1), (256, 1), (257, 3), (272, 1), (321, 1), (512, 3), (4102, 1))
+KEPT = ((1, 3), (17, 1), (256, 1), (257, 3), (272, 1), (321, 1))
 
 
 @needs_clang
@@ -140,7 +140,7 @@ SCHEDULED = by_channel(
 
 
 @needs_clang
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", [*map(slow, SCHEDULES[:-1]), SCHEDULES[-1]], ids=str)
 @pytest.mark.parametrize("case", [SCHEDULED[0], *map(slow, SCHEDULED[1:])], ids=ids(SCHEDULED))
 def test_no_finding_in_any_schedule(case: Case, schedule: Schedule, emulate: Emulate) -> None:
     emulate(schedule)
@@ -172,7 +172,7 @@ def test_a_shared_prefix_is_read_once_for_all_rows(emulate: Emulate) -> None:
 
 
 @needs_clang
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *map(slow, DTYPES[1:])], ids=str)
 def test_results_do_not_depend_on_the_number_of_tokens_in_a_step(dtype: mx.Dtype, emulate: Emulate) -> None:
     emulate(Schedule(check=False))
     arenas = Arenas.of(Case(64, 1, 2, dtype, (508,), num_tokens=8, by_channel=True))

@@ -212,7 +212,7 @@ def texts(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 SHAPES = [
-    HeadShape(128, 8, 4, 64, mx.bfloat16),
+    slow(HeadShape(128, 8, 4, 64, mx.bfloat16)),
     slow(HeadShape(128, 2, 3, 64, mx.float16, value_rank=16)),
     slow(HeadShape(96, 2, 16, 32, mx.float16, value_rank=8, key_rank=8, pairs=16, interleaved=True, normed=True)),
     HeadShape(128, 8, 4, 64, mx.bfloat16, by_channel=True),

@@ -41,7 +41,7 @@ FEATURES = [
     Case(64, dtype=F16, lengths=(20, 280), num_tokens=16, key_rank=3, pairs=32, interleaved=True),
 ]
 CASES = [*SHAPES, *FEATURES]
-ALWAYS = [*SHAPES[:5], FEATURES[0]]
+ALWAYS = [*SHAPES[:3], FEATURES[0]]
 
 
 @pytest.mark.parametrize("case", [case if case in ALWAYS else slow(case) for case in CASES], ids=ids(CASES))
@@ -59,7 +59,7 @@ def test_every_shape_rank_and_feature(case: Case, emulate: Emulate) -> None:
 
 # A step is cut as without residuals; where its tiles begin decides by what keys are turned.
 CUTS = [(length, rows) for length in (1, 255, 256, 257, 4095) for rows in (1, 3, 16)]
-KEPT = ((1, 16), (255, 1), (257, 3), (4095, 1))
+KEPT = ((255, 1), (257, 3))
 
 
 @pytest.mark.parametrize(("length", "rows"), [cut if cut in KEPT else slow(*cut) for cut in CUTS], ids=str)
@@ -70,7 +70,7 @@ def test_every_length_and_number_of_rows(length: int, rows: int, emulate: Emulat
     assert error(arenas.decoded(threadgroups=3), arenas.expected()) <= TOLERANCE[F32]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", [*map(slow, SCHEDULES[:-1]), SCHEDULES[-1]], ids=str)
 def test_no_finding_in_any_schedule(schedule: Schedule, emulate: Emulate) -> None:
     emulate(schedule)
     case = Case(64, 1, 3, F16, (130, 300), 2, 200, None, True, value_rank=12, key_rank=12, pairs=24, normed=True)

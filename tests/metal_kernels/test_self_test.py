@@ -89,7 +89,7 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
         slow("append", "scale), most)", "scale), most - 1.0f)", ["append", "append in 8 bits"]),
         slow("append", "biases[at] =", "if (false) biases[at] =", APPENDED),
         slow("append", "= places[", "= 1 + places[", APPENDED),
-        ("seal", "/ step[e]);", "/ step[e] + 0.25f);", ["append, seal and unpack", "seal"]),
+        slow("seal", "/ step[e]);", "/ step[e] + 0.25f);", ["append, seal and unpack", "seal"]),
         slow("seal", "open_vq + (from", "open_kq + (from", ["seal"]),
         ("reopen", "open_ks : open_vs", "open_vs : open_ks", ["reopen"]),
         slow("reopen", "load_factors<true>(kb", "load_factors<true>(ks", ["reopen"]),
@@ -156,8 +156,8 @@ def test_right_kernels_pass_with_residuals() -> None:
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "names"),
     [
-        ("unpack", "((1u << BITS) - 1u)", "((1u << BITS) - 2u)", ["append and unpack"]),
-        ("append", "= places[", "= 1 + places[", ["append", "append and latent decode", "append and unpack"]),
+        slow("unpack", "((1u << BITS) - 1u)", "((1u << BITS) - 2u)", ["append and unpack"]),
+        slow("append", "= places[", "= 1 + places[", ["append", "append and latent decode", "append and unpack"]),
         (
             "latent_decode",
             "* 256 + place % 256;",
