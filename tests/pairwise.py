@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
+from tests.marks import slow
+
 Combination = tuple[int, ...]
 
 
@@ -22,6 +24,11 @@ def covering(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen.add(best)
         missing.difference_update(_pairs(best))
     return [tuple(values[i] for values, i in zip(parameters, each, strict=True)) for each in sorted(chosen)]
+
+
+def and_slow_pairs(always: Sequence[tuple[Any, ...]], *parameters: Sequence[Any]) -> list[Any]:
+    """For `pytest.mark.parametrize`: combinations that always run, and slow ones that cover all pairs."""
+    return [*always, *(slow(*each) for each in covering(*parameters) if each not in always)]
 
 
 def _pairs(combination: Combination) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

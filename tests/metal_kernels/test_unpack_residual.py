@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,11 +13,12 @@ import pytest
 from agentcache.metal_kernels.block_cases import unpacked_with_residuals
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
-from tests.metal_kernels.cases import UNPACK_RESIDUAL_CASES, ids
+from tests.metal_kernels.cases import UNPACK_RESIDUAL_CASES
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule
 from tests.metal_kernels.test_planted_bugs import NUMBERS, SYNTAX, Bug, caught, firsts
+from tests.pairwise import and_slow_pairs, covering
 
 pytestmark = needs_clang
 
@@ -28,10 +33,17 @@ def off(case: Case, side: str) -> float:
     return error(out, expected) / max(1.0, float(np.nanmax(np.abs(expected))))
 
 
-@pytest.mark.parametrize(
-    "case", [UNPACK_RESIDUAL_CASES[0], *map(slow, UNPACK_RESIDUAL_CASES[1:])], ids=ids(UNPACK_RESIDUAL_CASES)
-)
-@pytest.mark.parametrize("side", ["keys", "values"])
+SIDES = ("keys", "values")
+
+
+def covered(cases: Sequence[Case], *others: Sequence[Any]) -> list[Any]:
+    """The first case with all others always; half of all cases, of any two sizes, types and turns, slow."""
+    sizes = len(cases) // 6
+    chosen = [cases[6 * size + 2 * dtype + turns] for size, dtype, turns in covering(range(sizes), range(3), range(2))]
+    return and_slow_pairs([*product(cases[:1], *others)], chosen, *others)
+
+
+@pytest.mark.parametrize(("case", "side"), covered(UNPACK_RESIDUAL_CASES, SIDES), ids=str)
 def test_every_shape_and_rank(case: Case, side: str, emulate: Emulate) -> None:
     emulate()
     assert off(case, side) <= TOLERANCE[case.dtype]
@@ -43,11 +55,7 @@ def off_in(case: Case, side: str, opened: bool) -> float:
     return error(out, expected) / max(1.0, float(np.nanmax(np.abs(expected))))
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["full", "open"])
-@pytest.mark.parametrize(
-    "case", [UNPACK_RESIDUAL_CASES[2], *map(slow, UNPACK_RESIDUAL_CASES[3:])], ids=ids(UNPACK_RESIDUAL_CASES[2:])
-)
-@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize(("case", "side", "opened"), covered(UNPACK_RESIDUAL_CASES, SIDES, (False, True)), ids=str)
 def test_every_shape_of_full_and_open_blocks(case: Case, side: str, opened: bool, emulate: Emulate) -> None:
     emulate()
     assert off_in(case, side, opened) <= TOLERANCE[case.dtype]

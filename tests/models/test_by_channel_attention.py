@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from tests.models import emulated_device
 from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.emulated_device import Device
 from tests.models.reference import ByChannelReference, naive_attention
+from tests.pairwise import and_slow_pairs
 
 kernel_device = emulated_device.kernel_device
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -227,9 +228,10 @@ OFFSETS = (0, 1, 63, 64, 255, 256)
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("blocks", [slow(0), 2])
-@pytest.mark.parametrize("num_tokens", [slow(1), slow(2), slow(8), 9, slow(20)])
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks", "offset"),
+    and_slow_pairs([*product((9,), (2,), OFFSETS)], (1, 2, 8, 9, 20), (0, 2), OFFSETS),
+)
 def test_few_tokens_at_every_offset(num_tokens: int, blocks: int, offset: int) -> None:
     check(Case((blocks * BLOCK_SIZE + offset,), num_tokens))
 
@@ -252,9 +254,12 @@ def test_kernels_in_brief(kernel_device: Device) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("window", [slow(1), 100, slow(256), 300])
-@pytest.mark.parametrize("length", [slow(255), slow(256), 511, 512, slow(555), slow(700)])
-@pytest.mark.parametrize("num_tokens", [1, slow(12)])
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "window"),
+    and_slow_pairs(
+        [*product((1,), (511, 512), (100, 300))], (1, 12), (255, 256, 511, 512, 555, 700), (1, 100, 256, 300)
+    ),
+)
 def test_windows(num_tokens: int, length: int, window: int) -> None:
     check(Case((length,), num_tokens, window=window))
 
@@ -273,17 +278,19 @@ def test_rows_of_several_tokens_that_reach_the_next_block_together(num_tokens: i
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("heads", [slow((2, 2)), (4, 1), slow((4, 4))])
-@pytest.mark.parametrize("dim", [slow(32), slow(96), 128])
-@pytest.mark.parametrize("num_tokens", [1, slow(5), slow(40)])
+@pytest.mark.parametrize(
+    ("num_tokens", "dim", "heads"),
+    and_slow_pairs([(1, 128, (4, 1))], (1, 5, 40), (32, 96, 128), ((2, 2), (4, 1), (4, 4))),
+)
 def test_heads(num_tokens: int, dim: int, heads: tuple[int, int]) -> None:
     check(Case((BLOCK_SIZE * 2 - 2,), num_tokens, heads=heads, dim=dim))
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("softcap", [slow(None), 3.0])
-@pytest.mark.parametrize("num_tokens", [slow(1), slow(30), 270])
+@pytest.mark.parametrize(
+    ("num_tokens", "softcap", "dtype"),
+    and_slow_pairs([*product((270,), (3.0,), TOLERANCE)], (1, 30, 270), (None, 3.0), list(TOLERANCE)),
+)
 def test_everything_at_once(num_tokens: int, softcap: float | None, dtype: mx.Dtype) -> None:
     for lengths in ((400,), (500, 244)):
         check(Case(lengths, num_tokens, window=300, softcap=softcap, sinks=True, dtype=dtype))

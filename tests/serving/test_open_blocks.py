@@ -16,7 +16,7 @@ from agentcache.blocks.pool import Copy, Holds
 from agentcache.engine.running_request import RunningRequest
 from agentcache.engine.token_budget import TokenBudget
 from tests.blocks.cache_model import Arena, FakeGroup, Groups, pair, text_in
-from tests.marks import slow
+from tests.pairwise import and_slow_pairs
 from tests.serving.simulation import Client, Computed, FormulaDevice, Simulation, make_generation
 
 PAIR = pair("full")
@@ -100,9 +100,10 @@ def submit_adapted(simulation: Simulation, num_tokens: int, start: int, groups: 
     return client
 
 
-@pytest.mark.parametrize("groups", [PAIR, MIXED])
-@pytest.mark.parametrize("num_blocks", [30, 10_000])
-@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 4))])
+@pytest.mark.parametrize(
+    ("seed", "num_blocks", "groups"),
+    and_slow_pairs([(0, 30, MIXED), (0, 10_000, PAIR)], range(4), (30, 10_000), (PAIR, MIXED)),
+)
 def test_each_step_reads_what_its_request_has_written(seed: int, num_blocks: int, groups: Groups) -> None:
     """With prompts that share tokens, answers that cross blocks, cancelled requests, adapters, and too little room."""
     rng = random.Random(seed)

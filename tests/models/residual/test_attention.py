@@ -20,6 +20,7 @@ from agentcache.models.residual.kv import KeyForm
 from tests.marks import slow
 from tests.models.residual.driver import ResidualDriver
 from tests.models.residual.oracle import HEADS, KEYS_AND_VALUES, Seen, adapter, expected, float64, small_model
+from tests.pairwise import and_slow_pairs
 
 MODELS = (
     "llama",
@@ -35,10 +36,12 @@ MODELS = (
 )
 RANKS = (1, 3, 8, 16, 64)
 # Every model once, every number of heads and every rank with two models.
-CASES = [
-    pytest.param(model, shared_by, rank, marks=() if (3 * i + 5 * j + 4 * k) % 20 == 0 else pytest.mark.slow)
+ALWAYS = [
+    (model, shared_by, rank)
     for (i, model), (j, shared_by), (k, rank) in product(enumerate(MODELS), enumerate(HEADS), enumerate(RANKS))
+    if (3 * i + 5 * j + 4 * k) % 20 == 0
 ]
+CASES = and_slow_pairs(ALWAYS, MODELS, tuple(HEADS), RANKS)
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 
