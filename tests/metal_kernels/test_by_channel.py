@@ -329,6 +329,7 @@ def test_there_are_enough_of_enough_classes() -> None:
     assert len({bug.caught_by for bug in BUGS}) >= 6
 
 
+@pytest.mark.slow
 @needs_clang
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()

@@ -204,6 +204,7 @@ def test_there_are_enough_of_enough_classes() -> None:
     assert len({bug.caught_by for bug in (*BUGS, *OF_INTERLEAVED)}) >= 6
 
 
+@pytest.mark.slow
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert caught(lambda: decoded_right(ROWS)) == caught(lambda: decoded_right(INTERLEAVED)) == ()

@@ -120,6 +120,7 @@ def test_there_are_enough_of_enough_classes() -> None:
     assert {bug.caught_by for bug in quick} == {bug.caught_by for bug, _ in CASES}
 
 
+@pytest.mark.slow
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert [caught(lambda case=case: decoded_right(case)) for case in (FLOAT, HALF, BYTES)] == [()] * 3
