@@ -50,7 +50,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_MOST_SAMPLE_TOKENS = 640  # two full blocks, and a half
+_MOST_SAMPLE_TOKENS = 896  # most tokenizers need 650 for all of the sample
 _PROVING = "comparing the model on the cache with mlx-lm"
 _T = TypeVar("_T")
 

@@ -21,7 +21,7 @@ from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
 
-MAX_DIVERGENCE = 0.005
+MAX_DIVERGENCE = 0.0075  # about 0.75 % of perplexity: docs/quality.md
 MOST_PASSES = 15  # including the unquantised one
 SAFE = LayerBits(8, 8)  # nearly always enough
 _COARSEST, _UNQUANTISED = BY_CHANNEL, LayerBits(16, 16)

@@ -26,7 +26,8 @@ from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32
 _FAMILIAR, _STRETCH = 0.75, 64  # share of a uniform guess's loss, over so many tokens
-_PARTS = slice(BLOCK_SIZE), slice(BLOCK_SIZE, None)  # of a text: by channel, the first block reads 8 bits only
+SEALED_READ_FROM = (FIRST_SEALED + 1) * BLOCK_SIZE  # by channel, earlier positions read 8 bits only
+_PARTS = slice(SEALED_READ_FROM), slice(SEALED_READ_FROM, None)  # of a text
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 _COPY_SHARE = 4  # 1/n of available memory, for the float32 copy
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
@@ -158,7 +159,7 @@ def _familiar(text: Sequence[int], logprobs: mx.array) -> np.ndarray:
 
 
 def worse_part_divergence(theirs: mx.array, logits: mx.array, counted: np.ndarray) -> float:
-    """Larger of the mean divergences in the first block and behind it, in nats; infinite if a logit is NaN.
+    """Larger of the mean divergences before `SEALED_READ_FROM` and from there on, in nats; infinite if a logit is NaN.
 
     `theirs` are log odds. One part is enough if the other has no `counted` position.
     """

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from agentcache.blocks.keys import FIRST_SEALED
 from agentcache.blocks.pool import BlockTable
 from agentcache.compat import create_causal_mask
 from agentcache.errors import UnsupportedModel
@@ -106,6 +107,16 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
         )
         for calls in zip(*(trace.layers for trace in traces), strict=True)
     ]
+
+
+def _short_reads(
+    tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int, arena: LayerArena, spec: LayerSpec
+) -> Reads:
+    """Of rows that fill no block."""
+    if arena.open is None:
+        return Reads(tables, lengths, num_tokens, spec.window)
+    sealed = [BlockTable([], FIRST_SEALED) for _ in tables]
+    return Reads(sealed, lengths, num_tokens, spec.window, tables)
 
 
 class _RoundTripCache:
@@ -247,7 +258,7 @@ class Proof:
             _ShortCache(
                 layer.window,
                 arena,
-                Reads(tables, lengths, step.num_tokens, spec.window, None if arena.open is None else tables),
+                _short_reads(tables, lengths, step.num_tokens, arena, spec),
                 Writes(tables, lengths, step.num_tokens),
                 offset,
             )

@@ -124,6 +124,13 @@ def test_a_step_without_the_first_blocks_slot_is_refused() -> None:
         Reads([full], [600], 1, None, [opened])
 
 
+def test_a_table_of_sealed_blocks_that_begins_with_block_0_is_refused() -> None:
+    """Its blocks would be read as later ones."""
+    every = BlockTable([0, 1, 2])
+    with pytest.raises(BrokenInvariant, match="stays open"):
+        Reads([every], [520], 1, None, [every])
+
+
 def test_a_step_seals_the_blocks_that_it_fills_but_not_the_first() -> None:
     full, opened = BlockTable([8, 9], 1), BlockTable([3, 4, 5])
     writes = Writes([opened], [200], 500, [full])
