@@ -198,8 +198,12 @@ class Publisher:
             self._slots.list_in(node, index, table.block_id(node.position))
 
     def _adopt(self, sequence: BlockTables, node: Node, index: int) -> None:
+        """Read the node's slot instead of the request's own, unless the block may be on disk only.
+
+        Then the request reads what it has computed itself, in RAM or not, so that eviction changes no answer.
+        """
         table, theirs = sequence.tables[index], node.block_ids.get(index)
-        if theirs is not None and table.has_slot(node.position):
+        if theirs is not None and index not in node.stored and table.has_slot(node.position):
             self._slots.pools[index].retain(theirs)
             self._slots.pools[index].release(table.block_id(node.position))
             table.replace(node.position, theirs)

@@ -175,8 +175,10 @@ class SequenceMachine(TracedCache):
             return False
         self.compute(sequence, tokens)
         running.state = self.places(sequence, len(self.groups), tokens)[-1:]
+        before = [dict(enumerate(table.block_ids, table.first_block)) for table in sequence.tables]
         published = self.cache.advance(sequence, tokens)
         self.check_published(sequence, len(tokens), published)
+        self.check_read(sequence, before, published)
         if save:
             self.save_blocks(published)
         self.cache.leave_window(sequence)
@@ -195,6 +197,13 @@ class SequenceMachine(TracedCache):
                 tail.node.available(index) or index in tail.node.pending for index in tail.groups if index in computed
             )
         assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
+
+    def check_read(self, sequence: BlockTables, before: list[dict[int, int]], published: list[PathBlock]) -> None:
+        """Blocks with a file are read as the request has computed them, whether they are in RAM or not."""
+        for node, index in ((block.node, index) for block in published for index in block.groups):
+            slot, table = before[index].get(node.position, -1), sequence.tables[index]
+            if node.is_full and index in node.stored and slot >= 0:
+                assert table.block_id(node.position) == slot
 
     @precondition(lambda self: self.ready())
     @rule(which=PICK, back=st.sampled_from([0, 1, 1, 9]))

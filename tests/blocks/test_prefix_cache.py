@@ -163,6 +163,34 @@ def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
     assert cache.in_ram(cache.match_prefix(ROOT, [1] * 250, 250))
 
 
+@pytest.mark.parametrize("is_in_ram", [True, False])
+def test_a_block_with_a_file_is_read_as_computed(is_in_ram: bool) -> None:
+    """So that eviction changes no answer; later requests read the file's data."""
+    cache, tokens = PrefixCache([FULL], Ledger(20)), [1] * 512
+    first, second = (block.node for block in cache.close(run(cache, tokens)))
+    for node in (first, second):
+        cache.mark_stored(node, 0)
+    if not is_in_ram:
+        assert cache.slots.evict(second)
+    published = dict(second.block_ids)
+    sequence = cache.open(ROOT, cache.match_prefix(ROOT, tokens, 511))
+    [_, own] = sequence.tables[0].block_ids
+    grow(cache, sequence, [1])
+    assert sequence.paths[0].nodes == [first, second]
+    assert sequence.tables[0].block_ids == [first.block_ids[0], own] and second.block_ids == published
+    cache.close(sequence)
+    cache.check_integrity()
+
+
+def test_a_block_without_a_file_is_shared_by_those_who_compute_it() -> None:
+    cache, tokens = PrefixCache([FULL], Ledger(20)), [1] * 256
+    one, other = start(cache, tokens), start(cache, tokens)
+    for sequence in (one, other):
+        grow(cache, sequence, tokens)
+    assert one.tables[0].block_ids == other.tables[0].block_ids
+    cache.check_integrity()
+
+
 def test_only_the_end_of_a_prefix_is_needed_behind_a_window() -> None:
     cache = PrefixCache([WINDOW], Ledger(20))
     sequence = run(cache, [1] * 2000)

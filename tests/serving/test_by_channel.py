@@ -172,15 +172,39 @@ def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_same_prompt_again(any_model: Path, tmp_path: Path) -> None:
-    """Behind a prompt that ends with a block the last block is reopened.
-
-    One token each: later tokens read a block that was sealed again, or the first one if it is in RAM.
-    """
+    """Behind a prompt that ends with a block the last block is reopened."""
 
     def talk(process: Process) -> list[Completion]:
-        return [process.ask(make_ids(length), 1) for length in (512, 512, 513, 511, 700, 512)]
+        return [process.ask(make_ids(length), 3) for length in (512, 512, 513, 511, 700, 512)]
 
     check_modes(talk, any_model, tmp_path, reopened=(1, 3, 5))
+
+
+LENGTHS = (slow(255), 256, slow(257), slow(258), slow(511), slow(512), slow(513), slow(514))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_is_asked_again_at_a_border(length: int, model: Path, tmp_path: Path) -> None:
+    """A request that fills a block which is on disk reads what it has sealed itself, in RAM or not."""
+
+    def talk(process: Process) -> list[Completion]:
+        asked = [process.ask(make_ids(length), 4) for _ in range(3)]
+        return [*asked, process.ask([*all_ids(asked[-1]), *make_ids(2, seed=1)], 3)]
+
+    check_modes(talk, model, tmp_path, reopened=range(1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [511, 512])
+def test_a_fork_of_a_fork_fills_the_same_block(kept: int, any_model: Path, tmp_path: Path) -> None:
+    def talk(process: Process) -> list[Completion]:
+        said = [process.ask(make_ids(kept), 6)]
+        for source, target in (("alice", "bob"), ("bob", "carol")):
+            process.llm.fork(source, target)
+            said.append(process.ask(make_ids(kept), 6, target))
+        return [*said, process.ask([*all_ids(said[-1]), *make_ids(40, seed=1)], 3, "carol")]
+
+    check_modes(talk, any_model, tmp_path, reopened=range(1, 4))
 
 
 @pytest.mark.slow
