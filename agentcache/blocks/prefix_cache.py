@@ -177,10 +177,9 @@ class PrefixCache:
         table, num_tokens = sequence.tables[index], sequence.num_tokens
         reader = num_tokens if read_from is None else min(num_tokens, read_from)
         if self.open_blocks.keeps_first(index, reader):
-            start, dropped = FIRST_SEALED, table.clear(FIRST_SEALED, num_tokens // BLOCK_SIZE)
+            start, dropped = FIRST_SEALED, table.clear(FIRST_SEALED, reader // BLOCK_SIZE)
         else:
-            end = num_tokens if index in self.open_blocks else reader  # sealed blocks are not read in open groups
-            start, dropped = table.first_block, table.drop_before(self.groups[index].first_block_needed(end))
+            start, dropped = table.first_block, table.drop_before(self.groups[index].first_block_needed(reader))
         for node, block_id in zip(path.nodes[start:], dropped, strict=False):
             if block_id < 0:
                 continue

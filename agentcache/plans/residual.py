@@ -260,8 +260,8 @@ def residual_passes(
 
 
 def _passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> Iterator[Pass]:
-    # Alternate, as base keeps its window blocks until the adapter has read them.
-    if any(group.window is not None for group in residual_kv.cache.spec.groups):
+    # Alternate, as base keeps blocks in windows, and sealed ones in their open form, until the adapter has read them.
+    if _base_drops_blocks(residual_kv):
         start = min(residual_kv.base.num_tokens, residual_kv.residuals.num_tokens)
         ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE
         for end in range(start - start % ahead + ahead, residual_kv.paired_from, ahead):
@@ -269,6 +269,11 @@ def _passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> It
             yield Pass(use, end, residual_kv.residuals)
     yield Pass(None, residual_kv.paired_from, residual_kv.base)
     yield Pass(use, None, residual_kv.residuals)
+
+
+def _base_drops_blocks(residual_kv: ResidualKV) -> bool:
+    has_windows = any(group.window is not None for group in residual_kv.cache.spec.groups)
+    return has_windows or any(path.layout.holds for path in residual_kv.base.paths)
 
 
 def _family_passes(use: AdapterUse | None, residual_kv: ResidualKV, last: int) -> Iterator[Pass]:

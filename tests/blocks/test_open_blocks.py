@@ -225,8 +225,10 @@ def test_base_keeps_its_first_block_for_an_adapter_that_reads_it() -> None:
     cache.reserve(sequence, 900)
     cache.advance(sequence, IDS[:900])
     cache.leave_window(sequence, 554)
-    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True])
+    assert shape(sequence.tables[OPEN]) == (0, [True, False, True, True])
     cache.leave_window(sequence, 555)
+    assert shape(sequence.tables[OPEN]) == (2, [True, True]), "the adapter is in block 2"
+    cache.leave_window(sequence, 768)
     assert shape(sequence.tables[OPEN]) == (3, [True])
     cache.check_integrity()
 
@@ -396,7 +398,8 @@ def test_a_published_block_is_appended_without_an_open_slot() -> None:
     assert cache.count_blocks().live == 0
 
 
-def test_base_ahead_of_residuals_has_open_slots_for_its_open_block_only() -> None:
+def test_base_ahead_of_residuals_keeps_the_open_blocks_that_it_has_computed() -> None:
+    """Until the adapter has passed; of blocks that were cached it has the sealed form only."""
     base, residuals = make_cache(), PrefixCache((FakeGroup("full", None, 1),), Ledger(100), name="residual.x")
     run(base, IDS[:700])
     run(residuals, IDS[:300])
@@ -407,9 +410,10 @@ def test_base_ahead_of_residuals_has_open_slots_for_its_open_block_only() -> Non
     assert shape(sequence.tables[OPEN]) == (0, [True, False, True]), "though the adapter begins before it"
     base.reserve(sequence, 300)
     base.advance(sequence, IDS[700:])
-    base.leave_window(sequence, 600)
-    assert shape(sequence.tables[OPEN]) == (0, [True, False, False, True])
-    base.check_integrity()
+    for read_from, kept in ((300, [2, 3]), (600, [2, 3]), (768, [3]), (1000, [3])):
+        base.leave_window(sequence, read_from)
+        assert shape(sequence.tables[OPEN]) == (0, [position in (0, *kept) for position in range(4)])
+        base.check_integrity()
     base.close(sequence)
     base.check_integrity()
 

@@ -10,8 +10,10 @@ import pytest
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.api.policy import Policy
-from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.block_tables import BlockTables, OriginPath
 from agentcache.blocks.hidden_states import HiddenStateKey
+from agentcache.blocks.origin_paths import lay_out
+from agentcache.blocks.pool import Holds
 from agentcache.blocks.search import CachedHiddenStates
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.running_request import RunningRequest
@@ -127,7 +129,11 @@ def test_base_is_not_far_ahead_where_windows_are_read() -> None:
         (None, 5000),
         (RESIDUAL, None),
     ]
-    assert len(residual_passes(RESIDUAL, residual_kv_of(300, 100, 5000))) == 2
+    without = residual_kv_of(300, 100, 5000)
+    assert len(residual_passes(RESIDUAL, without)) == 2
+    open_blocks = residual_kv_of(300, 100, 5000)
+    open_blocks.base.paths = [OriginPath(lay_out(None, 2, holds=(Holds.FULL, Holds.OPEN))[0], [])]
+    assert [each.end for each in residual_passes(RESIDUAL, open_blocks, at_once=2000)] == [each.end for each in passes]
 
 
 def test_nobody_decodes_on_what_base_alone_computes() -> None:
