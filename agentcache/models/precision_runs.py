@@ -25,7 +25,7 @@ from agentcache.models.step import CurrentStep, StepInputs, make_caches
 from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32
-_FAMILIAR, _STRETCH = 0.75, 64  # share of a uniform guess's loss, over so many tokens
+_FAMILIAR, _STRETCH = 0.75, 64  # share of a uniform guess's loss, over that number of tokens
 SEALED_READ_FROM = (FIRST_SEALED + 1) * BLOCK_SIZE  # by channel, earlier positions read 8 bits only
 _PARTS = slice(SEALED_READ_FROM), slice(SEALED_READ_FROM, None)  # of a text
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
