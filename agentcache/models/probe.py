@@ -13,8 +13,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.keys import BLOCK_SIZE, FIRST_SEALED
+from agentcache.blocks.pool import BlockPool, BlockTable, Holds
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.models.fused import mode
 from agentcache.models.loader import LoadedModel
@@ -103,6 +103,7 @@ class _Slots:
 
     def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1
+        self._holds = [group.holds for group in loaded.spec.groups]
         self._pools = [BlockPool(1 + max(USUAL_ROWS, self._own)) for _ in loaded.spec.groups]
         self._runner = ModelRunner(loaded, self._pools)
         self._runner.base.fit()
@@ -125,7 +126,7 @@ class _Slots:
 
     def _peak(self, rows: int, num_tokens: int, context: int) -> int:
         runner, lengths = self._runner, [context] * rows
-        tables = [[self._table(row, num_tokens, context)] * len(self._pools) for row in range(rows)]
+        tables = [self._tables(row, num_tokens, context) for row in range(rows)]
         runner.evaluate()
         mx.synchronize()
         before = mx.get_active_memory()
@@ -141,10 +142,12 @@ class _Slots:
         runner.wait()
         return int(mx.get_peak_memory()) - before
 
-    def _table(self, row: int, num_tokens: int, context: int) -> BlockTable:
+    def _tables(self, row: int, num_tokens: int, context: int) -> list[BlockTable]:
         earlier = context // BLOCK_SIZE
         own = -(-(context + num_tokens) // BLOCK_SIZE) - earlier
-        return BlockTable([0] * earlier + [1 + row + number for number in range(own)])
+        slots = [0] * earlier + [1 + row + number for number in range(own)]
+        sealed = BlockTable(slots[FIRST_SEALED:], FIRST_SEALED)
+        return [sealed if holds is Holds.FULL else BlockTable(slots) for holds in self._holds]
 
     def close(self) -> None:
         self._runner.reset_counters()
