@@ -159,7 +159,7 @@ def test_a_block_behind_two_to_the_31_words(
     ("compute", "old", "new"),
     [
         (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
-        (unpacked, "data + ((row + t * RUNS) * UNITS", "data + ((int(row) + t * RUNS) * UNITS"),
+        (unpacked, "data + ((row + t * RUNS) * (D", "data + ((int(row) + t * RUNS) * (D"),
         (sealed, "open_kq + ((from + 8 * t)", "open_kq + ((int(from) + 8 * t)"),
         (reopened, "data + (from + 8 * t)", "data + (int(from) + 8 * t)"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),

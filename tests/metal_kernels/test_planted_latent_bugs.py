@@ -62,7 +62,7 @@ IN_FLOAT = [
     Bug("sums not rescaled", "element(out[j], i, e) * keep", "element(out[j], i, e)", NUMBERS, LATENT),
     Bug("total not rescaled", "z[s] = z[s] * keep + p", "z[s] = z[s] + p", NUMBERS, LATENT),
     Bug("table off by a block", "slots[place / 256]", "slots[(place + 1) / 256]", NUMBERS, LATENT),
-    Bug("causal off by one", "spans[4 * query + 2];", "spans[3 * query + 2] + 1;", NUMBERS, LATENT),
+    Bug("causal off by one", "spans[5 * query + 2];", "spans[5 * query + 2] + 1;", NUMBERS, LATENT),
     Bug("tail unguarded", "at % TOKENS < stop", "at % TOKENS < stop + 16", NUMBERS, LATENT),
     Bug("splits overlap", "begin + split * per;", "begin + split * (per - 16);", NUMBERS, LATENT),
     Bug("query of another token", "row_tokens + query % row_tokens;", "row_tokens;", NUMBERS, LATENT),

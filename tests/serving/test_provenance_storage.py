@@ -106,14 +106,17 @@ def test_deleting_base_leaves_what_an_adapter_needs_of_it(model: Path, tmp_path:
 
 
 def test_evicting_one_agent_leaves_the_others(model: Path, tmp_path: Path) -> None:
-    """What both have goes only where nothing behind it is left: here the lower group of the last block."""
+    """What both have goes only where nothing behind it is left: here the lower group of the last block.
+
+    Of its own are two upper blocks, and base's part of the block where the adapter starts, which it has computed.
+    """
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "base")
         ask(hand, PROMPT, "a", A)
         before = hand.engine.stats().blocks_cached
         hand.evict("a")
         assert state(hand, "a") is CacheState.WARM
-        assert before - hand.engine.stats().blocks_cached == 2 + 1, "its own two upper blocks, and that"
+        assert before - hand.engine.stats().blocks_cached == 3 + 1, "its own three blocks, and that"
         [group, _] = inside.loaded_model(hand.engine).spec.groups
         assert ask(hand, [*PROMPT, 7], "base").restored_bytes == group.bytes_per_block * 88 // 256
         report = ask(hand, [*PROMPT, 7], "a", A)
