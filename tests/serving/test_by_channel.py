@@ -158,7 +158,11 @@ def test_answers_across_a_border(tokens: int, model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [100, 256, 511, 512, 530])
+@pytest.mark.parametrize(
+    ("kept", "any_model"),
+    [(100, "full"), (256, "hybrid"), (511, "windows"), (512, "full"), (530, "hybrid"), (530, "windows")],
+    indirect=["any_model"],
+)
 def test_edits_of_an_earlier_message(kept: int, any_model: Path, tmp_path: Path) -> None:
     """The kept part of a sealed block is reopened."""
 
@@ -195,7 +199,9 @@ def test_a_prompt_is_asked_again_at_a_border(length: int, model: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [511, 512])
+@pytest.mark.parametrize(
+    ("kept", "any_model"), [(511, "full"), (511, "windows"), (512, "hybrid")], indirect=["any_model"]
+)
 def test_a_fork_of_a_fork_fills_the_same_block(kept: int, any_model: Path, tmp_path: Path) -> None:
     def talk(process: Process) -> list[Completion]:
         said = [process.ask(make_ids(kept), 6)]
@@ -208,7 +214,9 @@ def test_a_fork_of_a_fork_fills_the_same_block(kept: int, any_model: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [300, 512, 600])
+@pytest.mark.parametrize(
+    ("kept", "any_model"), [(300, "full"), (512, "windows"), (600, "hybrid")], indirect=["any_model"]
+)
 def test_forks(kept: int, any_model: Path, tmp_path: Path) -> None:
     def talk(process: Process) -> list[Completion]:
         first = process.ask(make_ids(650), 4)
