@@ -198,9 +198,10 @@ class Publisher:
             self._slots.list_in(node, index, table.block_id(node.position))
 
     def _adopt(self, sequence: BlockTables, node: Node, index: int) -> None:
-        """Read the node's slot instead of the request's own, unless the block may be on disk only.
+        """Read the node's slot instead of the request's own, if the block has no file.
 
-        Then the request reads what it has computed itself, in RAM or not, so that eviction changes no answer.
+        A block with a file may be evicted. The request then reads its own data; it also does so if the block is in RAM,
+        so that eviction changes no answer.
         """
         table, theirs = sequence.tables[index], node.block_ids.get(index)
         if theirs is not None and index not in node.stored and table.has_slot(node.position):

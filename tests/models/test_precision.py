@@ -353,7 +353,7 @@ def test_the_smallest_format_is_by_channel_and_of_latents_per_token(
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [add_outliers, add_key_biases], ids=["channels", "biases"])
 def test_large_channels_of_keys_need_no_more_bits(spoil: Callable[[nn.Module], None], tmp_path: Path) -> None:
-    """The copy computes the same: only what is quantised per token of it suffers."""
+    """The copy computes the same results; only quantisation per token makes them worse."""
     read = read_model(str(embedded_model_path(tmp_path)))
     read.evaluate()
     text = sample_ids(read.tokenizer)

@@ -142,7 +142,7 @@ def test_an_adapter_is_served(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_auto_is_within_a_percent_of_16_bits_and_nothing_smaller_is_better(tmp_path: Path) -> None:
-    """By differences token by token. What is "more" or "less" here is so by at least two standard errors.
+    """Formats are compared token by token; a difference counts from two standard errors on.
 
     By channel, the first 512 tokens read 8 bits only.
     """

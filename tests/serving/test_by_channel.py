@@ -189,7 +189,7 @@ LENGTHS = (slow(255), 256, slow(257), slow(511), slow(512), slow(514))
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_is_asked_again_at_a_border(length: int, model: Path, tmp_path: Path) -> None:
-    """A request that fills a block which is on disk reads what it has sealed itself, in RAM or not."""
+    """A request that fills a block with a file reads its own sealed data, whether or not that block is in RAM."""
 
     def talk(process: Process) -> list[Completion]:
         asked = [process.ask(make_ids(length), 4) for _ in range(3)]
