@@ -42,7 +42,7 @@ settings.load_profile("agentcache")
 
 
 # Tests know what 4 bits give, and random models need more: what is measured at a start has tests of its own.
-os.environ.setdefault("AGENTCACHE_KV", "4")
+os.environ.setdefault("AGENTCACHE_KV", "4t")
 
 ROOT = Path(__file__).resolve().parent.parent
 RAM_DISK = Path("/dev/shm")
@@ -86,9 +86,23 @@ _schedule(None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the process that starts the others: it is done before they have collected."""
-    if not hasattr(config, "workerinput") and (process := precompile()):
+    """In the process that starts the others: headers are compiled before they have collected."""
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(NamesFailures(config))
+    if process := precompile():
         config.add_cleanup(process.wait)
+
+
+class NamesFailures:
+    """Print the name of a failed test at once: a run that is stopped prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and (terminal := self._config.pluginmanager.get_plugin("terminalreporter")):
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -125,20 +125,21 @@ class LayerBits:
     by_channel: bool = False
 
     def __str__(self) -> str:
-        if self.by_channel:
-            return f"{self.keys}c"
+        if self == PER_TOKEN:
+            return "4t"
         return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
 
     @property
     def words(self) -> str:
         """Such as `4 bits, keys by channel`."""
-        if self.by_channel:
-            return f"{self.keys} bits, keys by channel"
+        if self in (BY_CHANNEL, PER_TOKEN):
+            return f"{self.keys} bits, keys by channel" if self.by_channel else f"{self.keys} bits per token"
         return f"{self.keys} bits" if self.keys == self.values else f"{self.keys} bits, values in {self.values}"
 
 
 BY_CHANNEL = LayerBits(4, 4, by_channel=True)
-BITS = {str(bits): bits for bits in (LayerBits(4, 4), BY_CHANNEL, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
+PER_TOKEN = LayerBits(4, 4)  # as mlx-lm's own; the only one for latents
+BITS = {str(bits): bits for bits in (BY_CHANNEL, PER_TOKEN, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
 """Choices of a user by name, from the fewest."""
 
 AUTO = "auto"  # measured at load
@@ -170,7 +171,7 @@ class Precision:
         return {"layers": layers, "divergence": self.divergence}
 
     def __str__(self) -> str:
-        """Such as `4c`, or `4c (layers 0-1, 7 in k8v4)`."""
+        """Such as `4`, or `4 (layers 0-1, 7 in k8v4)`."""
         return self._told(str)
 
     @property

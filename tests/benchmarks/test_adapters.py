@@ -127,7 +127,7 @@ def test_rows_of_all_kinds_decode_at_once(result: AdaptersResult) -> None:
 
 def test_adapters_are_random_and_fit(model: Path, tmp_path: Path) -> None:
     adapters = make_adapters(tmp_path, model, [5, 6], copies=2)
-    modules = load(str(model)).adapters.modules
+    modules = load(str(model), kv="4t").adapters.modules
     read = {policy: [read_adapter(each.path, modules).adapter for each in made] for policy, made in adapters.items()}
     assert {adapter.first_layer for adapter in read[Policy.EXACT]} == {2}
     assert {adapter.first_layer for adapter in read[Policy.PREFILL_SHARE]} == {0}

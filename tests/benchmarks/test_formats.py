@@ -254,7 +254,7 @@ def test_open_blocks_are_read_as_a_query_at_a_time(
 def test_the_engine_reads_keys_by_channel_as_the_laboratory_does(model_folder: ModelFolder) -> None:
     """But for single values, which fall to the next code."""
     folder = str(model_folder("mistral", num_hidden_layers=2))
-    loaded, read = loader.load(folder, kv="4c"), read_model(folder)
+    loaded, read = loader.load(folder, kv="4"), read_model(folder)
     read.tokenizer.close()
     ids = random_ids(loaded, 600)
     made = np.array(Driver(loaded).logits(ids, chunks_of(300, 600)))

@@ -97,9 +97,9 @@ def test_a_server_of_the_outlier_copy_keeps_keys_by_channel_by_itself(tmp_path: 
     folder = write_outlier_copy(embedded_model_path(tmp_path), tmp_path / "copy")
     messages = [{"role": "user", "content": "Marc lives in Cairo. Ines likes nuts best. What does Ines like best?"}]
     with LLM(folder, cache_dir=tmp_path / "cache", kv="auto") as llm:
-        assert llm.model.kv_precision == "4c" and llm.model.kv_divergence is not None
+        assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
         assert llm.chat(messages).text.strip() == "Ines likes nuts best."
-    with LLM(folder, cache_dir=tmp_path / "cache", kv="4") as llm:
+    with LLM(folder, cache_dir=tmp_path / "cache", kv="4t") as llm:
         assert llm.chat(messages).text.strip() != "Ines likes nuts best."
 
 
@@ -142,19 +142,19 @@ def test_a_model_reads_texts_in_the_formats_that_are_asked_for(tmp_path: Path) -
     for index, text in enumerate(texts):
         text.write_text("Marc lives in Cairo. " * (20 + index))
     told: list[str] = []
-    plan = QualityPlan(texts=tuple(map(str, texts)), formats=("4", "4c", "auto", "k8v4"), text_tokens=48)
+    plan = QualityPlan(texts=tuple(map(str, texts)), formats=("4t", "4", "auto", "k8v4"), text_tokens=48)
     tables = measure_texts(plan, told.append)
     assert [table.name for table in tables] == ["texts, one.txt", "texts, other.md", "texts, all texts"]
     for table in tables:
         rows = {row["format"]: row for row in table.rows}
-        assert list(rows) == ["16", "4", "4c", "auto", "k8v4"]
+        assert list(rows) == ["16", "4t", "4", "auto", "k8v4"]
         assert rows["16"]["change"] == rows["16"]["divergence"] == 0 < rows["k8v4"]["divergence"]
-        assert rows["k8v4"]["divergence"] < rows["4"]["divergence"]
-        assert rows["auto"] == rows["4c"] | {"format": "auto"}
-        assert [rows[name]["bits"] for name in ("16", "k8v4", "4", "4c")] == [16, 6.5, 4.5, 4.5]
+        assert rows["k8v4"]["divergence"] < rows["4t"]["divergence"]
+        assert rows["auto"] == rows["4"] | {"format": "auto"}
+        assert [rows[name]["bits"] for name in ("16", "k8v4", "4t", "4")] == [16, 6.5, 4.5, 4.5]
         assert rows["16"]["change_error"] == 0 == pytest.approx(rows["16"]["divergence_error"], abs=1e-7)
         assert 0 < rows["4"]["divergence_error"] < rows["4"]["divergence"] and rows["4"]["change_error"] > 0
-    assert [line.split()[:3] for line in told[:2]] == [["one.txt", "--kv", "16"], ["one.txt", "--kv", "4"]]
+    assert [line.split()[:3] for line in told[:2]] == [["one.txt", "--kv", "16"], ["one.txt", "--kv", "4t"]]
     assert len(told) == 10
 
 
@@ -194,7 +194,7 @@ def test_which_parts_are_measured(
 
 def test_formats_that_there_are_not_are_named() -> None:
     assert read_formats("16, k8v4,auto") == ("16", "k8v4", "auto")
-    with pytest.raises(ConfigError, match=r"--formats names 5; there are 4, 4c, k8v4, 8, 16, auto"):
+    with pytest.raises(ConfigError, match=r"--formats names 5; there are 4, 4t, k8v4, 8, 16, auto"):
         read_formats("4,5")
 
 

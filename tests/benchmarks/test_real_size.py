@@ -63,8 +63,8 @@ def test_a_small_run() -> None:
 def test_its_steps_are_the_engines(tmp_path: Path) -> None:
     """Over contexts of zeros all rows say the same, whatever they share, and a step's token is what the model says."""
     make_model(tmp_path / "model", {**SMALL, "tie_word_embeddings": False}, 4)
-    assert loader.load(str(tmp_path / "model")).spec.bits == 4
-    paged = Paged(tmp_path / "model", "4")
+    assert loader.load(str(tmp_path / "model"), kv="4t").spec.bits == 4
+    paged = Paged(tmp_path / "model", "4t")
     for shared in (False, True):
         paged.fill(3, 300, 8, shared=shared)
         assert len({table.block_ids[0] for [table, *_] in paged.tables}) == (1 if shared else 3)

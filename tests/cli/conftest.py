@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("AGENTCACHE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AGENTCACHE_KV", "4")
+    monkeypatch.setenv("AGENTCACHE_KV", "4t")
     monkeypatch.setenv("AGENTCACHE_PORT", "1")  # nobody answers there: no server of the user's is touched
     return tmp_path
 

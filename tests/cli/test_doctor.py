@@ -219,7 +219,7 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kv", "told"),
     [
-        ({"kv_bits": 4, "kv_precision": "4c", "kv_format": BY_CHANNEL.words}, "in 4 bits, keys by channel"),
+        ({"kv_bits": 4, "kv_precision": "4", "kv_format": BY_CHANNEL.words}, "in 4 bits, keys by channel"),
         ({"kv_bits": 4, "kv_precision": "4", "kv_format": None}, "in 4 bits"),  # of an earlier server
         ({"kv_bits": 4.5, "kv_precision": None, "kv_format": None}, "in 4.5 bits"),
     ],

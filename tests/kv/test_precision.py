@@ -15,7 +15,7 @@ from agentcache.kv.packing import BITS, BY_CHANNEL, LayerBits, LayerPacking, Pac
 from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group, make_groups
 from agentcache.kv.step_cache import Writes
 
-FOUR, EIGHT = LayerBits(4, 4), LayerBits(8, 8)
+FOUR, EIGHT = BY_CHANNEL, LayerBits(8, 8)
 Q4, Q8, F16, BF16 = Quantisation(4), Quantisation(8), Plain("F16"), Plain("BF16")
 LAYERS = [LayerSpec(index, 2, 64, 64, 512 if index % 2 else None) for index in range(9)]
 
@@ -37,8 +37,8 @@ def test_how_people_read_it(layers: tuple[LayerBits, ...], name: str) -> None:
 def test_labels_say_it_in_words() -> None:
     told = {name: bits.words for name, bits in BITS.items()}
     assert told == {
-        "4": "4 bits",
-        "4c": "4 bits, keys by channel",
+        "4": "4 bits, keys by channel",
+        "4t": "4 bits per token",
         "k8v4": "8 bits, values in 4",
         "8": "8 bits",
         "16": "16 bits",
@@ -50,8 +50,8 @@ def test_labels_say_it_in_words() -> None:
 
 def test_names_to_ask_by() -> None:
     assert {name: (bits.keys, bits.values, bits.by_channel) for name, bits in BITS.items()} == {
-        "4": (4, 4, False),
-        "4c": (4, 4, True),
+        "4": (4, 4, True),
+        "4t": (4, 4, False),
         "k8v4": (8, 4, False),
         "8": (8, 8, False),
         "16": (16, 16, False),

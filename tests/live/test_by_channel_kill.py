@@ -1,4 +1,4 @@
-"""A killed server with `--kv 4c` goes on as one that never stopped, to the last bit."""
+"""A killed server with `--kv 4` goes on as one that never stopped, to the last bit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_conversation_goes_on_after_each_kill(live_model: Path, tmp_path: Path, agent: str) -> None:
     """Each turn adds some blocks, which the next one reads in their full form."""
     talk = Talk(agent)
-    with serving(live_model, tmp_path / "hot", kv="4c") as never_stopped:
+    with serving(live_model, tmp_path / "hot", kv="4") as never_stopped:
         for turn in range(4):
             with ExitStack() as stack:
-                server = stack.enter_context(serving(live_model, tmp_path / "killed", kv="4c"))
+                server = stack.enter_context(serving(live_model, tmp_path / "killed", kv="4"))
                 if turn:
                     assert agent_info(server, agent)["cache_state"] == "warm"
                 [killed, hot] = talk.turn(make_text(200, seed=turn), server, never_stopped)

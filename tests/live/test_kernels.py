@@ -37,7 +37,7 @@ def emulating(bug: str, model: Path, cache_dir: Path, mode: str = "on") -> Itera
         extra=(*BUDGETS, "--max-context", "1024"),
         command=(sys.executable, emulated_server.__file__, bug, "serve"),
         ready_seconds=PATIENCE,
-        environment={"AGENTCACHE_KERNELS": mode, "AGENTCACHE_KV": "4"},
+        environment={"AGENTCACHE_KERNELS": mode, "AGENTCACHE_KV": "4t"},
     ) as server:
         yield server
 

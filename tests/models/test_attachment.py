@@ -26,7 +26,7 @@ CHUNKS = [5, 200, 9, 60, 8, 1, 1, 20, 1]  # over a block border and many windows
 
 def compare(folder: Path, chunks: list[int]) -> float:
     """Mean difference of all logits from those of the unmodified model on the same quantised values."""
-    loaded = loader.load(str(folder))
+    loaded = loader.load(str(folder), kv="4t")
     ids = random_ids(loaded, sum(chunks))
     reference = Reference(folder, loaded.spec.groups[0].quantisation)
     pieces = np.split(ids, np.cumsum(chunks)[:-1])
@@ -77,7 +77,7 @@ def test_half_precision_weights(model_folder: ModelFolder, tmp_path: Path, archi
 )
 def test_chunks_change_next_to_nothing(model_folder: ModelFolder, architecture: str, size: int) -> None:
     """Sums in another order can flip the last place of a value, and so, rarely, its 4-bit code: hence a mean."""
-    loaded = loader.load(str(model_folder(architecture)))
+    loaded = loader.load(str(model_folder(architecture)), kv="4t")
     ids = random_ids(loaded, 300)
     whole, chunked = (Driver(loaded).logits(ids, chunks) for chunks in (CHUNKS[:-2] + [16], chunks_of(size, 300)))
     error = mx.abs(whole - chunked).max(axis=1) / mx.abs(whole).max()
@@ -87,7 +87,7 @@ def test_chunks_change_next_to_nothing(model_folder: ModelFolder, architecture: 
 
 @pytest.mark.parametrize("size", [1, 7, 256])
 def test_chunks_of_a_single_layer_agree_throughout(model_folder: ModelFolder, size: int) -> None:
-    loaded = loader.load(str(model_folder("llama", num_hidden_layers=1)))
+    loaded = loader.load(str(model_folder("llama", num_hidden_layers=1)), kv="4t")
     ids = random_ids(loaded, 300)
     whole, chunked = (Driver(loaded).logits(ids, chunks) for chunks in ([300], chunks_of(size, 300)))
     error = mx.abs(whole - chunked).max(axis=1) / mx.abs(whole).max()

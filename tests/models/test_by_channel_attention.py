@@ -342,7 +342,7 @@ def test_stored_blocks_do_not_depend_on_chunks(dtype: mx.Dtype) -> None:
 def test_logits_are_the_references_in_any_chunks(architecture: str, model_folder: ModelFolder) -> None:
     """The two round values of keys that differ in their last places: here and there to the next code."""
     folder = model_folder(architecture, num_hidden_layers=2)
-    loaded = loader.load(str(folder), kv="4c")
+    loaded = loader.load(str(folder), kv="4")
     ids = random_ids(loaded, 600)
     expected = np.array(ByChannelReference(folder).logits(ids.tolist()))
     for chunk in (7, 256, 300, 512, 600):

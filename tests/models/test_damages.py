@@ -105,6 +105,6 @@ def test_a_damaged_folder_is_loaded_or_refused(model_folder: ModelFolder, tmp_pa
     folder = Path(shutil.copytree(source, tmp_path / "model"))
     rng.choice(DAMAGES)(folder, rng)
     try:
-        loader.load(str(folder))
+        loader.load(str(folder), kv="4t")
     except UnsupportedModel as error:
         assert str(error)

@@ -58,7 +58,7 @@ def test_a_step_from_the_cut_gives_what_a_whole_one_gives(
     model_folder: ModelFolder, architecture: str, tmp_path: Path
 ) -> None:
     folder = model_folder(architecture)
-    loaded = loader.load(str(folder))
+    loaded = loader.load(str(folder), kv="4t")
     depth = loaded.spec.num_layers
     layers = range(depth * 3 // 4, depth)
     adapter_folder = make_adapter(tmp_path / "adapter", folder, targets=EVERYTHING, layers=layers, strength=1.0)
@@ -81,7 +81,7 @@ def test_a_step_from_the_cut_gives_what_a_whole_one_gives(
 
 @pytest.fixture(scope="module")
 def loaded(model_folder: ModelFolder) -> LoadedModel:
-    return loader.load(str(model_folder("qwen2")))
+    return loader.load(str(model_folder("qwen2")), kv="4t")
 
 
 def test_adapters_can_be_loaded_onto_wrapped_layers(
@@ -91,7 +91,7 @@ def test_adapters_can_be_loaded_onto_wrapped_layers(
     loaded.hidden_states.prepare(StepInputs(mx.zeros((1, 1)), [0], hidden_states=HiddenStatePlan(writes={3: []})))
     assert any(isinstance(layer, SkippableLayer) for layer in loaded.model.layers)
     adapter = make_adapter(tmp_path / "adapter", model_folder("qwen2"))
-    fresh = loader.load(str(model_folder("qwen2")))
+    fresh = loader.load(str(model_folder("qwen2")), kv="4t")
     assert not any(isinstance(layer, SkippableLayer) for layer in fresh.model.layers)
     ids = random_ids(loaded, sum(CHUNKS))
     one, other = (

@@ -55,7 +55,7 @@ def test_each_kind_of_layer_is_told(model_folder: ModelFolder) -> None:
 def test_why_the_reference_serves(model_folder: ModelFolder, tmp_path: Path) -> None:
     why = "no kernel for latents in 16 bits"
     assert kinds_of(model_folder("deepseek_v2"), "16") == {("latent", None): ("reference", why)}
-    for kv in ("4", "4c", "k8v4", "8"):
+    for kv in ("4t", "4", "k8v4", "8"):
         assert kinds_of(model_folder("llama"), kv) == {("full", None): ("kernel", "")}
     why = "no kernel for keys in 16 bits, values in 16"
     assert kinds_of(model_folder("llama"), "16") == {("full", None): ("reference", why)}
@@ -78,7 +78,7 @@ def test_the_shape_that_is_tried_is_what_steps_ask_for(
     monkeypatch.setattr(fused, "why_none", lambda: "")
     monkeypatch.setattr(fused, "_tried", lambda shape, where: tried.append(shape) or Verdict(True))
     layer_kinds(model_folder("phi3"))
-    plain = HeadShape(32, 2, 2, 32, mx.float32)
+    plain = HeadShape(32, 2, 2, 32, mx.float32, by_channel=True)
     on_values = replace(plain, value_rank=16)
     of_phi = {plain, on_values, replace(on_values, key_rank=16, pairs=16)}
     assert set(tried) == of_phi

@@ -52,11 +52,11 @@ def remove(name: str) -> Change:
 
 
 def test_a_folder_loads(folder: Path) -> None:
-    loaded = loader.load(str(folder))
+    loaded = loader.load(str(folder), kv="4t")
     assert loaded.path == folder.resolve()
     assert loaded.config["model_type"] == loaded.spec.model_type == "qwen2"
     assert loaded.spec.num_layers == 2 and loaded.spec.num_attention_heads == 2
-    assert loaded.max_context == 32768 and loader.load(str(folder), max_context=100).max_context == 100
+    assert loaded.max_context == 32768 and loader.load(str(folder), max_context=100, kv="4t").max_context == 100
     assert len(loaded.fingerprint) == 32
 
 
@@ -81,7 +81,7 @@ def pipe(name: str) -> Change:
 def test_files_that_would_hold_up_the_start(folder: Path, change: Change, said: str) -> None:
     change(folder)
     with pytest.raises(UnsupportedModel, match=said):
-        loader.load(str(folder))
+        loader.load(str(folder), kv="4t")
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "model.safetensors"])
@@ -90,7 +90,7 @@ def test_a_link_to_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("../../blobs/0")
     with pytest.raises(UnsupportedModel, match=f"{name} is a link to a file that is missing"):
-        loader.load(str(folder))
+        loader.load(str(folder), kv="4t")
 
 
 @is_root
@@ -101,7 +101,7 @@ def test_a_folder_of_another_user_is_named(ram_path: Path, folder: Path) -> None
 
     def load() -> None:
         with pytest.raises(UnsupportedModel, match=f"{theirs} belongs to user 0"):
-            loader.load(str(theirs))
+            loader.load(str(theirs), kv="4t")
 
     as_user(NOBODY, load)
 
@@ -109,11 +109,11 @@ def test_a_folder_of_another_user_is_named(ram_path: Path, folder: Path) -> None
 @pytest.mark.parametrize("path", ["/" + "x" * 300, "~no-such-user/model", "/" + "x/" * 3000])
 def test_paths_that_no_system_takes(path: str) -> None:
     with pytest.raises(UnsupportedModel):
-        loader.load(path)
+        loader.load(path, kv="4t")
 
 
 def test_the_same_folder_has_the_same_spec_and_fingerprint(folder: Path) -> None:
-    first, second = loader.load(str(folder)), loader.load(str(folder))
+    first, second = loader.load(str(folder), kv="4t"), loader.load(str(folder), kv="4t")
     assert (first.spec.digest, first.fingerprint) == (second.spec.digest, second.fingerprint)
 
 
@@ -142,19 +142,19 @@ def test_broken_folders_are_refused(folder: Path, name: str) -> None:
     change, sentence = BROKEN[name]
     change(folder)
     with pytest.raises(UnsupportedModel, match=sentence):
-        loader.load(str(folder))
+        loader.load(str(folder), kv="4t")
 
 
 @pytest.mark.parametrize("path", ["/nonesuch", "./nonesuch", "~/nonesuch/model", "nonesuch", "a/b/c", ""])
 def test_a_missing_folder_is_refused_without_looking_elsewhere(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "download", lambda name: pytest.fail("looked on the hub"))
     with pytest.raises(UnsupportedModel):
-        loader.load(path)
+        loader.load(path, kv="4t")
 
 
 def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "download", lambda name: folder if name == "owner/name" else None)
-    assert loader.load("owner/name").path == folder
+    assert loader.load("owner/name", kv="4t").path == folder
 
 
 def test_a_failed_download_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_failed_download_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loader, "download", fail)
     with pytest.raises(UnsupportedModel, match="'owner/name' could not be fetched: no route to the hub"):
-        loader.load("owner/name")
+        loader.load("owner/name", kv="4t")
 
 
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\nModel = ModelArgs = Evil\n"
@@ -185,7 +185,7 @@ def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path, file: str, 
     (folder / "evil.py").write_text(CODE.format(marker=str(marker)))
     edit(folder / file, **entries)
     with contextlib.suppress(UnsupportedModel):
-        loader.load(str(folder))
+        loader.load(str(folder), kv="4t")
     assert not marker.exists()
 
 
@@ -203,7 +203,7 @@ def test_the_trap_works(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_tied", "gemma3", "gpt_oss", "phi3", "granite", "deepseek_v2"])
 def test_the_last_logits_are_the_same_when_only_they_are_wanted(model_folder: ModelFolder, architecture: str) -> None:
-    loaded = loader.load(str(model_folder(architecture)))
+    loaded = loader.load(str(model_folder(architecture)), kv="4t")
     driver = Driver(loaded)
     ids = random_ids(loaded, (2, 40))
     everything = driver.step([driver.row(), driver.row()], ids)

@@ -36,7 +36,7 @@ def reference_logits(reference: Reference, ids: np.ndarray) -> mx.array:
 
 
 def check_against_mlx_lm(model: Path, adapter: Path) -> None:
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     ids = random_ids(loaded, sum(CHUNKS))
     base = run(loaded, ids, None)
     adapted = run(loaded, ids, RowAdapter(put(loaded, adapter)))
@@ -74,7 +74,7 @@ def test_four_bit_base_weights(model_folder: ModelFolder, tmp_path: Path, archit
 def test_both_formats_give_the_same_logits(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     model = model_folder(architecture)
     pairs = random_matrices(model)
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     ids = random_ids(loaded, 40)
     folders = write_mlx_lm(tmp_path / "a", pairs), write_peft(tmp_path / "b", pairs)
     first, second = (run(loaded, ids, RowAdapter(put(loaded, folder)), [39, 1]) for folder in folders)
@@ -83,7 +83,7 @@ def test_both_formats_give_the_same_logits(model_folder: ModelFolder, tmp_path: 
 
 def check_against_merged(model: Path, adapter: Path, added: Mapping[str, np.ndarray]) -> None:
     """Against mlx-lm's model whose weights [out, in] have had `added` added, computed in numpy."""
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     ids = random_ids(loaded, sum(CHUNKS))
     reference = Reference(model, loaded.spec.groups[0].quantisation)
     modules = dict(reference.model.named_modules())
@@ -134,10 +134,10 @@ def test_parts_of_fused_modules(model_folder: ModelFolder, tmp_path: Path) -> No
 def test_half_precision(model_folder: ModelFolder, tmp_path: Path, dtype: mx.Dtype) -> None:
     source = model_folder("qwen3")
     adapter = make_adapter(tmp_path / "adapter", source, rank=5)
-    loaded = loader.load(str(source))
+    loaded = loader.load(str(source), kv="4t")
     ids = random_ids(loaded, 40)
     expected = run(loaded, ids, RowAdapter(put(loaded, adapter)), [39, 1])
-    half = loader.load(str(in_dtype(source, tmp_path / "model", dtype)))
+    half = loader.load(str(in_dtype(source, tmp_path / "model", dtype)), kv="4t")
     weights = put(half, adapter)
     assert weights.nbytes == weights.adapter.nbytes
     assert {pair.a.dtype for pair in weights.matrices.values()} == {dtype}
@@ -155,7 +155,7 @@ def in_dtype(source: Path, folder: Path, dtype: mx.Dtype) -> Path:
 def test_one_module_is_mlx_lms_layer(model_folder: ModelFolder, tmp_path: Path, dtype: mx.Dtype) -> None:
     model = model_folder("llama_bias")
     folder = in_dtype(model, tmp_path / "model", dtype)
-    loaded = loader.load(str(folder))
+    loaded = loader.load(str(folder), kv="4t")
     pairs = random_matrices(model, ["self_attn.q_proj"], rank=5)
     weights = put(loaded, write_mlx_lm(tmp_path / "adapter", pairs))
     wrapper = loaded.model.layers[2].self_attn.q_proj

@@ -27,7 +27,7 @@ from tests.models.lora_driver import VISIBLE, adapted_step, difference, put, run
 @pytest.fixture(scope="module")
 def loaded(model_folder: ModelFolder) -> LoadedModel:
     """Biases, norms on queries and keys, windows."""
-    return loader.load(str(model_folder("gemma3_text")))
+    return loader.load(str(model_folder("gemma3_text")), kv="4t")
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_the_bytes_of_a_set_are_known_before_anything_is_made(
 
 def test_no_stack_where_only_one_of_the_adapters_acts(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("llama")
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     a = put(loaded, make_adapter(tmp_path / "a", model, targets=["self_attn.q_proj"]))
     b = put(loaded, make_adapter(tmp_path / "b", model, targets=["self_attn.v_proj"]))
     loaded.adapters.stacks.cover([a, b])
@@ -234,7 +234,7 @@ def parameters(model: nn.Module) -> dict[str, bytes]:
 @pytest.mark.parametrize("architecture", ["llama_bias", "phi3", "deepseek_v2_q_lora"])
 def test_no_parameter_changes(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     model = model_folder(architecture)
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     before, ids = parameters(loaded.model), random_ids(loaded, (2, 6))
     weights = [put(loaded, make_adapter(tmp_path / str(seed), model, seed=seed)) for seed in (0, 1)]
     driver = Driver(loaded)
@@ -245,7 +245,7 @@ def test_no_parameter_changes(model_folder: ModelFolder, tmp_path: Path, archite
 
 def test_weights_come_back_as_they_were(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("llama")
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     folder, ids = make_adapter(tmp_path, model), random_ids(loaded, 20)
     first = put(loaded, folder)
     before = run(loaded, ids, RowAdapter(first), [20])

@@ -23,7 +23,7 @@ from tests.models.model_files import MODEL_FILES
 def test_a_token_costs_the_latent_and_its_rope_part(
     model_folder: ModelFolder, rank: int, rope: int, group_size: int
 ) -> None:
-    loaded = loader.load(str(model_folder("deepseek_v2", kv_lora_rank=rank, qk_rope_head_dim=rope)))
+    loaded = loader.load(str(model_folder("deepseek_v2", kv_lora_rank=rank, qk_rope_head_dim=rope)), kv="4t")
     values = 4 * (rank + rope)
     assert loaded.spec.bytes_per_token == values // 2 + values // group_size * 4
     driver = Driver(loaded)

@@ -389,7 +389,7 @@ def test_an_interrupted_search_loses_nothing(model_folder: ModelFolder) -> None:
     while whole.precision is None:
         whole.advance()
     assert max(bits.keys for bits in whole.precision.layers) > 4
-    assert whole.measuring.done > 3 and {"errors in 4c", "k8v4", "4c"} < kept.keys()
+    assert whole.measuring.done > 3 and {"errors in 4", "k8v4", "4"} < kept.keys()
     numbers = dict(kept)
     kept.clear()
 

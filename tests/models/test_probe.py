@@ -162,7 +162,7 @@ def test_no_chunk_is_probed_that_would_take_long() -> None:
 def test_what_is_known_is_not_measured_again(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, file = loader.load(str(model_folder("mistral"))), tmp_path / "steps.json"
+    loaded, file = loader.load(str(model_folder("mistral")), kv="4t"), tmp_path / "steps.json"
     monkeypatch.setattr(probe, "_MOST_SECONDS", 1e9)
     first = Probe(file, loaded, CHUNK)
     first.measure(Footprint.of(loaded), unbounded)
@@ -190,7 +190,7 @@ def test_what_is_no_measurement_is_measured_again(damage: str) -> None:
 
 def test_ranks_keep_the_estimate(model_folder: ModelFolder, tmp_path: Path) -> None:
     """One rank alone would wait for the others in its first step."""
-    one = Probe(tmp_path / "steps.json", replace(loader.load(str(model_folder("mistral"))), ranks=2), CHUNK)
+    one = Probe(tmp_path / "steps.json", replace(loader.load(str(model_folder("mistral")), kv="4t"), ranks=2), CHUNK)
     one.measure(Footprint.of(one._loaded), unbounded)
     assert one.needs is None
 

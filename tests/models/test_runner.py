@@ -20,7 +20,7 @@ from tests.models.driver import Driver, Row, random_ids
 
 @pytest.fixture(scope="module")
 def loaded(model_folder: ModelFolder) -> LoadedModel:
-    return loader.load(str(model_folder("gemma3_text")))
+    return loader.load(str(model_folder("gemma3_text")), kv="4t")
 
 
 def test_tokens_are_counted_once_a_row(loaded: LoadedModel) -> None:
@@ -79,7 +79,7 @@ def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> 
 def test_a_ragged_batch_gives_what_its_rows_give_alone(
     model_folder: ModelFolder, architecture: str, num_tokens: int
 ) -> None:
-    loaded = loader.load(str(model_folder(architecture)))
+    loaded = loader.load(str(model_folder(architecture)), kv="4t")
     driver = Driver(loaded)
     together, alone = [], []
     for seed, length in enumerate((3, 300, 256)):

@@ -21,7 +21,7 @@ from tests.store.store_cases import named_tensors
 
 @pytest.fixture(scope="module")
 def loaded(model_folder: ModelFolder) -> LoadedModel:
-    return loader.load(str(model_folder("gemma3_text")))
+    return loader.load(str(model_folder("gemma3_text")), kv="4t")
 
 
 def bytes_of(driver: Driver, row: Row) -> list[bytes]:
@@ -88,7 +88,7 @@ def test_a_step_leaves_nothing_that_only_the_garbage_collector_frees(
     model_folder: ModelFolder, architecture: str
 ) -> None:
     """Reference cycles would keep a step's arrays until Python happens to look for them."""
-    driver = Driver(loader.load(str(model_folder(architecture))))
+    driver = Driver(loader.load(str(model_folder(architecture)), kv="4t"))
     row = driver.row()
     for start in range(3):
         driver.step([row], random_ids(driver.loaded, (1, 4), start))

@@ -78,7 +78,7 @@ def test_recurrent_state_is_refused() -> None:
 
 def test_an_adapters_matrices_are_cut_as_their_modules_are(model_folder: ModelFolder) -> None:
     folder = model_folder("llama")
-    whole, spread = load(str(folder)), read_model(str(folder)).model
+    whole, spread = load(str(folder), kv="4t"), read_model(str(folder)).model
     shards = Shards(group(1, 2))
     shards.spread(spread)
     modules = shards.whole(whole.adapters.modules)

@@ -104,7 +104,7 @@ def test_what_a_cache_of_16_bits_rounds_is_a_code_more_or_less(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_keys_by_channel_are_codes_more_or_less(tmp_path: Path) -> None:
-    assert check_ten_turns("llama", tmp_path, "4c", 0.1, 0.55) >= 0.9
+    assert check_ten_turns("llama", tmp_path, "4", 0.1, 0.55) >= 0.9
 
 
 def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float) -> float:

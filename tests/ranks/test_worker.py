@@ -48,7 +48,7 @@ SLOTS = Fit([4, 4])
 
 @pytest.fixture(scope="module")
 def loaded(model_folder: ModelFolder) -> LoadedModel:
-    loaded = load(str(model_folder("llama")))
+    loaded = load(str(model_folder("llama")), kv="4t")
     assert len(loaded.spec.groups) == 2
     return loaded
 

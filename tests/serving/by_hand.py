@@ -146,7 +146,7 @@ def by_hand(model: Path, cache_dir: Path, *, warm: bool = False, **settings: Any
     """At the end nobody may hold a block, and all are accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    engine = open_engine(Config(cache_dir=cache_dir, **{"kv": "4"} | values), str(model), posted.put, warm=warm)
+    engine = open_engine(Config(cache_dir=cache_dir, **{"kv": "4t"} | values), str(model), posted.put, warm=warm)
     hand = ByHand(engine, posted)
     try:
         yield hand

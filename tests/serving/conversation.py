@@ -39,7 +39,7 @@ def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:
 def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
     """An LLM with small budgets; at the end no request may hold a block, and every block and file is accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
-    llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **{"kv": "4"} | values))
+    llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **{"kv": "4t"} | values))
     try:
         yield llm
         check_idle(llm)

@@ -1,4 +1,4 @@
-"""`--kv 4c` on the real engine: an answer does not depend on where the blocks of its prompt have been."""
+"""`--kv 4` on the real engine: an answer does not depend on where the blocks of its prompt have been."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.serving.block_damage import block_files, flip, metadata_of
 from tests.serving.conversation import Stream, check_idle, greedy, logprob_errors, make_ids, open_llm, outcome
 
 MODES = ("hot", "evicted", "restarted")
-SETTINGS: dict[str, Any] = {"kv": "4c", "prefill_chunk": 300}
+SETTINGS: dict[str, Any] = {"kv": "4", "prefill_chunk": 300}
 REOPENED = 0.05  # of log probabilities: a reopened block has a query's own block in 4 bits
 
 

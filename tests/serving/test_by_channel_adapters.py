@@ -1,4 +1,4 @@
-"""Adapters over `--kv 4c`: hot answers equal cold ones for any start in a block."""
+"""Adapters over `--kv 4`: hot answers equal cold ones for any start in a block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.serving.conversation import check_idle, greedy, logprob_errors, make_
 from tests.serving.residual_cases import UNLIMITED, residual_folders
 from tests.serving.test_decoders import fine_tune
 
-SETTINGS: dict[str, Any] = {"kv": "4c", "prefill_chunk": 300}
+SETTINGS: dict[str, Any] = {"kv": "4", "prefill_chunk": 300}
 # Of log probabilities: an adapter's row reads its own block in 4 bits where base's was cached.
 SEALED = 0.15
 
@@ -216,7 +216,7 @@ def test_what_differs_is_measured_alike(model_folder: ModelFolder, tmp_path: Pat
     model = model_folder("qwen3", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("ann",))
     found = {}
-    for kv in ("8", "4c"):
+    for kv in ("8", "4"):
         with by_channel(model, tmp_path / kv, folders, max_divergence=UNLIMITED, kv=kv) as llm:
             found[kv] = llm.generate(make_ids(600), greedy(1), adapter="ann", policy="residual").report.divergence
-    assert found["4c"] == pytest.approx(found["8"], rel=0.1)
+    assert found["4"] == pytest.approx(found["8"], rel=0.1)

@@ -82,7 +82,7 @@ def test_a_folder_that_is_nearly_full_takes_what_fits(set_free: SetFree, tmp_pat
 
 def test_another_program_fills_the_disk(set_free: SetFree, model: Path, tmp_path: Path) -> None:
     def start() -> LLM:
-        return LLM(model, cache_dir=tmp_path, ram_budget="64MB", kv="4")
+        return LLM(model, cache_dir=tmp_path, ram_budget="64MB", kv="4t")
 
     talks = [TokenTalk(f"agent{number}", ids=[10 + number]) for number in range(6)]
     set_free(10**9)

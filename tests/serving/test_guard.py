@@ -39,7 +39,7 @@ from tests.serving.simulation import make_generation, take_plan
 @pytest.fixture
 def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
     monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
-    loaded = loader.load(str(model))
+    loaded = loader.load(str(model), kv="4t")
     return MemoryGuard(Footprint.of(loaded), Ledger(0))
 
 
@@ -49,7 +49,7 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
 
     @cache
     def make(architecture: str, context: int) -> tuple[Driver, Row]:
-        driver = Driver(loader.load(str(model_folder(architecture))))
+        driver = Driver(loader.load(str(model_folder(architecture)), kv="4t"))
         row = driver.row()
         for start in range(0, context, 400):
             driver.step([row], some_ids((1, 400), start), all_logits=False)
@@ -106,7 +106,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """Two layers with a large model's proportions, so that what a step takes is not what everything takes."""
     shape = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2}
     folder = random_model_path(tmp_path_factory.mktemp("large"), num_hidden_layers=2, head_dim=128, **shape)
-    return Driver(loader.load(str(folder)))
+    return Driver(loader.load(str(folder), kv="4t"))
 
 
 @cpu_memory
@@ -171,7 +171,7 @@ def test_what_recurrent_layers_take_is_measured(file: str, contexts: list[int], 
 
 
 def test_what_the_kernel_for_latents_takes_is_known(model_folder: ModelFolder) -> None:
-    loaded = loader.load(str(model_folder("deepseek_v2")))
+    loaded = loader.load(str(model_folder("deepseek_v2")), kv="4t")
     by_operations = replace(Footprint.of(loaded), fused=False)
     on_a_device = replace(by_operations, fused=True)
     # Sums of splits, of 16 heads in each threadgroup: however short the context.
@@ -252,7 +252,7 @@ def test_this_machine_has_memory() -> None:
 def test_scores_of_a_chunk_count_where_there_is_no_flash_attention(
     device: str, head_dim: int, is_half: bool, flash: bool, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = loader.load(str(model_folder("qwen3", head_dim=head_dim, num_hidden_layers=1)))
+    loaded = loader.load(str(model_folder("qwen3", head_dim=head_dim, num_hidden_layers=1)), kv="4t")
     of_a_gpu = replace(Footprint.of(loaded), fused=True, is_half=is_half)
     monkeypatch.setattr(memory, "device", lambda: device)
     longer, shorter = (of_a_gpu.step_bytes([context], 2048) for context in (16_384, 8192))

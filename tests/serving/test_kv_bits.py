@@ -33,17 +33,17 @@ def ask(model: Path, cache_dir: Path, kv: int | str) -> tuple[int, float, int]:
 
 def test_each_has_files_of_its_own(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
-    first = {kv: ask(model, tmp_path / str(kv), kv) for kv in (4, 8)}
-    assert first[4][1] != first[8][1]
-    assert 1.6 < first[8][2] / first[4][2] < 1.9  # scales and biases stay what they are
-    assert ask(model, tmp_path / "8", 8)[0] <= 4
-    assert ask(model, tmp_path / "8", 4)[0] == len(PROMPT)  # nothing of 8 bits is read as 4
+    first = {kv: ask(model, tmp_path / str(kv), kv) for kv in ("4t", "8")}
+    assert first["4t"][1] != first["8"][1]
+    assert 1.6 < first["8"][2] / first["4t"][2] < 1.9  # scales and biases stay what they are
+    assert ask(model, tmp_path / "8", "8")[0] <= 4
+    assert ask(model, tmp_path / "8", "4t")[0] == len(PROMPT)  # nothing of 8 bits is read as 4
 
 
 @pytest.mark.parametrize(("kv", "size"), [slow("k8v4", 1.4), ("16", 3.1)])
 def test_other_formats_come_back_from_disk(kv: str, size: float, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
-    four, first = ask(model, tmp_path / "4", "4"), ask(model, tmp_path / "cache", kv)
+    four, first = ask(model, tmp_path / "4", "4t"), ask(model, tmp_path / "cache", kv)
     assert first[1] != four[1] and size < first[2] / four[2] < size + 0.3
     again = ask(model, tmp_path / "cache", kv)
     assert again[0] <= 4 and again[1] != four[1]
@@ -92,9 +92,9 @@ def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: Mo
         with LLM(model, cache_dir=tmp_path, kv=kv) as llm:
             return [llm.generate(agents[name], GREEDY, agent=name).report.computed_tokens for name in names]
 
-    computed("4", "asked", "idle")
+    computed("4t", "asked", "idle")
     assert computed("8", "asked") == [len(PROMPT)]
-    assert computed("4", "idle")[0] <= 4
+    assert computed("4t", "idle")[0] <= 4
     report = verify_folder(tmp_path)
     assert (report.problems, report.unnamed_blocks) == ((), 0)
 
@@ -105,11 +105,11 @@ def test_auto_is_the_default_and_measures_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("AGENTCACHE_KV")
     model = embedded_model_path(tmp_path)
     with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
-        assert llm.model.kv_precision == "4c" and llm.model.kv_divergence is not None
+        assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
         assert llm.generate(PROMPT, GREEDY, agent="a").report.computed_tokens == len(PROMPT)
     monkeypatch.setattr("agentcache.models.precision_runs.PrecisionRuns._forward", None)  # whoever measures again fails
     with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
-        assert llm.model.kv_precision == "4c"
+        assert llm.model.kv_precision == "4"
         assert llm.generate(PROMPT, GREEDY, agent="a").report.computed_tokens <= 4
 
 

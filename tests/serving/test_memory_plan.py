@@ -163,7 +163,7 @@ def test_a_file_that_breaks_off_is_no_model(model: Path, tmp_path: Path) -> None
         content = file.read_bytes()
         (broken / file.name).write_bytes(content[:-1000] if file.suffix == ".safetensors" else content)
     with pytest.raises(AgentCacheError, match="cannot be loaded"):
-        loader.load(str(broken))
+        loader.load(str(broken), kv="4t")
 
 
 def test_the_reserve_is_kept_from_growth(model: Path, tmp_path: Path) -> None:

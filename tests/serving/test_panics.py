@@ -42,7 +42,7 @@ def throwing(kind: type[BaseException]) -> Callable[..., Any]:
 
 
 def engine_on(model: Path, cache_dir: Path, **settings: Any) -> AsyncEngine:
-    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET, "kv": "4"} | settings
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET, "kv": "4t"} | settings
     return AsyncEngine(Config(model=str(model), cache_dir=cache_dir, **values), warm_up=True)
 
 

@@ -44,7 +44,7 @@ def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFo
     model, cache_dir = model_folder("qwen3", num_hidden_layers=3), tmp_path / "cache"
     folders = residual_folders(tmp_path / "adapters", model, ("ann",), layers=[2], strength=1.0)
     cache_dir.mkdir()
-    write_precision(cache_dir, load(str(model)).fingerprint, MIXED)
+    write_precision(cache_dir, load(str(model), kv="4t").fingerprint, MIXED)
     with open_residual(model, cache_dir, folders, kv="auto") as llm:
         assert llm.model.kv_precision == str(MIXED)
         exact = ask(llm, PROMPT, "ann", TOKENS, policy="exact")
@@ -54,7 +54,7 @@ def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFo
         assert shared.report.divergence is not None and shared.report.divergence < 0.01
 
 
-@pytest.mark.parametrize("kv", ["4", *map(slow, ["8", "k8v4", "16"])])
+@pytest.mark.parametrize("kv", ["4t", *map(slow, ["8", "k8v4", "16"])])
 def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: str) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)

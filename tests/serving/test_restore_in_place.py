@@ -127,9 +127,9 @@ def test_bytes_lie_in_a_file_as_where_they_are_read_to(
             position += len(buffer)
         return read_into(file, buffers)
 
-    with LLM(model, cache_dir=tmp_path, kv="4") as llm:
+    with LLM(model, cache_dir=tmp_path, kv="4t") as llm:
         llm.generate(list(range(5, 75)) * 10, SamplingParams(max_tokens=0), agent="alice")
-    with LLM(model, cache_dir=tmp_path, kv="4") as llm:
+    with LLM(model, cache_dir=tmp_path, kv="4t") as llm:
         monkeypatch.setattr(RegularFile, "read_into", noting)
         assert llm.restore("alice").restored_bytes > 0
     assert offsets.keys() == {(0, 0)} and offsets.total() > 6

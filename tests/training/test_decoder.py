@@ -129,7 +129,7 @@ def test_what_was_trained_shows_when_it_is_served(
 ) -> None:
     trainer = trained[0]
     trainer.export(tmp_path)
-    served = load(str(embedded))
+    served = load(str(embedded), kv="4t")
     weights = put(served, tmp_path)
     assert weights.adapter.first_layer == 2
     example = polite(trainer.base)[0]
@@ -183,7 +183,7 @@ def test_served_from_the_last_prompt_token_on_it_is_what_training_saw(
     examples = ragged_examples(trainer.base.tokenizer.vocab_size)
     batch = stack_examples(examples)
     expected = trainer.logits(trainer.parameters, trainer.prefill(batch), batch)
-    served = load(str(folder))
+    served = load(str(folder), kv="4t")
     weights = put(served, tmp_path)
     for row, example in enumerate(examples):
         ids, start = np.array(example.prompt + example.answer[:-1]), len(example.prompt) - 1
@@ -246,5 +246,5 @@ def test_the_command(model_folder: ModelFolder, tmp_path: Path) -> None:
     options = ("--model", model, "--data", data, "--out", out, "--rank", 2, "--steps", 3, "--longest", 200)
     said = run_command(*options)
     assert "5 answers to learn, 0 left out" in said and "step 3/3" in said
-    assert put(load(str(model)), out).adapter.format == "mlx-lm"
+    assert put(load(str(model), kv="4t"), out).adapter.format == "mlx-lm"
     assert "going on from step 3" in run_command(*options)
