@@ -315,7 +315,7 @@ def real_size(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: random weights in an 8B shape.")] = None,
     shape: Annotated[str, typer.Option(help="Of the random weights: 8b, or small.")] = "8b",
     bits: Annotated[int | None, typer.Option(help="Of the weights: 4, 8, 16. Default: 4; small: 16.")] = None,
-    kv: Annotated[str, typer.Option(help="Bits of cached keys and values.", metavar="4|4t|k8v4|8|16")] = "4",
+    kv: Annotated[str, typer.Option(help="Bits of cached keys and values.", metavar="2.5|3|4|4t|k8v4|8|16")] = "4",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 3,
     agents: Annotated[
         int | None, typer.Option(min=0, max=16, help="On both servers; 0: none. Default: 4; small: 2.")

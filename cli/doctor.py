@@ -53,7 +53,7 @@ def doctor(
     ] = None,
     cache_dir: CacheDir = None,
     kv: Annotated[
-        str | None, typer.Option(help="Format of cached keys and values (auto).", metavar="auto|4|4t|k8v4|8|16")
+        str | None, typer.Option(help="Format of cached keys and values (auto).", metavar="auto|2.5|3|4|4t|k8v4|8|16")
     ] = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
     url: Annotated[

@@ -118,29 +118,38 @@ def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """Bits of a layer's keys and values: 4, 8 or 16. `by_channel`: keys of full blocks are `ByChannel`."""
+    """Bits of a layer's keys and values. `by_channel`: keys of full blocks are `ByChannel`."""
 
     keys: int = 4
     values: int = 4
     by_channel: bool = False
 
     def __str__(self) -> str:
-        if self == PER_TOKEN:
-            return "4t"
-        return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
+        return _NAMES.get(self, f"k{self.keys}v{self.values}")
 
     @property
     def words(self) -> str:
         """Such as `4 bits, keys by channel`."""
-        if self in (BY_CHANNEL, PER_TOKEN):
-            return f"{self.keys} bits, keys by channel" if self.by_channel else f"{self.keys} bits per token"
-        return f"{self.keys} bits" if self.keys == self.values else f"{self.keys} bits, values in {self.values}"
+        if self == PER_TOKEN:
+            return f"{self.keys} bits per token"
+        by_channel = ", keys by channel" if self.by_channel else ""
+        values = f", values in {self.values}" if self.values != self.keys else ""
+        return f"{self.keys} bits{by_channel}{values}"
 
 
 BY_CHANNEL = LayerBits(4, 4, by_channel=True)
 PER_TOKEN = LayerBits(4, 4)  # as mlx-lm's own; the only one for latents
-BITS = {str(bits): bits for bits in (BY_CHANNEL, PER_TOKEN, LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
+BITS = {
+    "2.5": LayerBits(3, 2, by_channel=True),
+    "3": LayerBits(3, 3, by_channel=True),
+    "4": BY_CHANNEL,
+    "4t": PER_TOKEN,
+    "k8v4": LayerBits(8, 4),
+    "8": LayerBits(8, 8),
+    "16": LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS),
+}
 """Choices of a user by name, from the fewest."""
+_NAMES = {bits: name for name, bits in BITS.items()}
 
 AUTO = "auto"  # measured at load
 
@@ -193,7 +202,7 @@ class Precision:
 
 def _is_kept(layer: LayerBits) -> bool:
     if layer.by_channel:
-        return layer == BY_CHANNEL and layer.by_channel is True
+        return layer in _NAMES and layer.by_channel is True
     return all(type(bits) is int and bits in _KEPT for bits in (layer.keys, layer.values))
 
 

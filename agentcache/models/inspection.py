@@ -15,6 +15,7 @@ import mlx.nn as nn
 from agentcache.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, KVCache, RotatingKVCache, make_prompt_cache
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import (
+    PER_TOKEN,
     UNQUANTISED_BITS,
     ByChannel,
     LayerBits,
@@ -83,7 +84,7 @@ class Inspection:
     def kept_in(self, precision: Precision) -> Inspection:
         """This model in `precision`; layers without values, such as MLA latents, have no keys by channel."""
         layers = zip(precision.layers, self.layers, strict=True)
-        bits = tuple(each if layer.value_dim else replace(each, by_channel=False) for each, layer in layers)
+        bits = tuple(each if layer.value_dim or not each.by_channel else PER_TOKEN for each, layer in layers)
         return replace(self, precision=replace(precision, layers=bits))
 
     @cached_property

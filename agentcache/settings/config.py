@@ -12,7 +12,7 @@ from agentcache.errors import ConfigError, InvalidRequest
 from agentcache.settings.tables import RESPONSES_AGENT, AdapterFolder
 from agentcache.system.durable import Durability
 
-KV_CHOICES = ("auto", "4", "4t", "k8v4", "8", "16")
+KV_CHOICES = ("auto", "2.5", "3", "4", "4t", "k8v4", "8", "16")
 QUEUE_FACTOR = 16  # waiting requests per running one
 
 
@@ -158,7 +158,7 @@ class Config:
         Kind.TEXT,
         Flag(
             "Format of cached keys and values (auto: 4 bits, keys by channel; more where layers need it).",
-            metavar="auto|4|4t|k8v4|8|16",
+            metavar="auto|2.5|3|4|4t|k8v4|8|16",
         ),
         default="auto",
     )

@@ -115,7 +115,7 @@ class Format:
     @classmethod
     def of(cls, bits: LayerBits) -> Format:
         keys = Side(bits.keys, tokens=GROUP_TOKENS if bits.by_channel else None)
-        return cls(keys, Side(bits.values), opens=bits.by_channel)
+        return cls(keys, Side(bits.values), sink=bits.by_channel, opens=bits.by_channel)
 
     @classmethod
     def parse(cls, text: str) -> Format:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from agentcache.compat import scaled_dot_product_attention
 from agentcache.errors import ConfigError
+from agentcache.kv.packing import BITS
 from agentcache.models import interception, loader
 from agentcache.models.loader import read_model
 from benchmarks import quality_benchmark
@@ -251,21 +252,26 @@ def test_open_blocks_are_read_as_a_query_at_a_time(
             np.testing.assert_allclose(np.array(outputs)[:, query], expected, rtol=2e-4, atol=2e-4)
 
 
-def test_the_engine_reads_keys_by_channel_as_the_laboratory_does(model_folder: ModelFolder) -> None:
+@pytest.mark.parametrize(
+    ("kv", "same"), [("4", "k4c64 v4 sink open"), ("3", "k3c64 v3 sink open"), slow("2.5", "k3c64 v2 sink open")]
+)
+def test_the_engine_reads_keys_by_channel_as_the_laboratory_does(kv: str, same: str, model_folder: ModelFolder) -> None:
     """But for single values, which fall to the next code."""
+    assert str(Format.of(BITS[kv])) == same
     folder = str(model_folder("mistral", num_hidden_layers=2))
-    loaded, read = loader.load(folder, kv="4"), read_model(folder)
+    loaded, read = loader.load(folder, kv=kv), read_model(folder)
     read.tokenizer.close()
     ids = random_ids(loaded, 600)
     made = np.array(Driver(loaded).logits(ids, chunks_of(300, 600)))
     errors = {}
-    for format in ("k4c64 v4 sink open", "k4c64 v4 open"):
+    without_sink = same.replace(" sink", "")
+    for format in (same, without_sink):
         caches = make_caches([Format.parse(format)] * 2, [None] * 2)
         with reading_open_blocks(read.model):
             expected = np.array(read.model(mx.array(ids)[None], cache=caches)[0])
         errors[format] = np.abs(made - expected).max(axis=1) / np.abs(expected).max()
-    assert np.median(errors["k4c64 v4 sink open"]) < 1e-4 and errors["k4c64 v4 sink open"].max() < 0.05
-    assert np.median(errors["k4c64 v4 open"][256:]) > 1e-3
+    assert np.median(errors[same]) < 1e-4 and errors[same].max() < 0.05
+    assert np.median(errors[without_sink][256:]) > 1e-3
 
 
 @pytest.mark.parametrize("format", FORMATS_TESTED)

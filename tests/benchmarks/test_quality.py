@@ -194,7 +194,7 @@ def test_which_parts_are_measured(
 
 def test_formats_that_there_are_not_are_named() -> None:
     assert read_formats("16, k8v4,auto") == ("16", "k8v4", "auto")
-    with pytest.raises(ConfigError, match=r"--formats names 5; there are 4, 4t, k8v4, 8, 16, auto"):
+    with pytest.raises(ConfigError, match=r"--formats names 5; there are 2.5, 3, 4, 4t, k8v4, 8, 16, auto"):
         read_formats("4,5")
 
 

@@ -37,6 +37,8 @@ def test_how_people_read_it(layers: tuple[LayerBits, ...], name: str) -> None:
 def test_labels_say_it_in_words() -> None:
     told = {name: bits.words for name, bits in BITS.items()}
     assert told == {
+        "2.5": "3 bits, keys by channel, values in 2",
+        "3": "3 bits, keys by channel",
         "4": "4 bits, keys by channel",
         "4t": "4 bits per token",
         "k8v4": "8 bits, values in 4",
@@ -50,6 +52,8 @@ def test_labels_say_it_in_words() -> None:
 
 def test_names_to_ask_by() -> None:
     assert {name: (bits.keys, bits.values, bits.by_channel) for name, bits in BITS.items()} == {
+        "2.5": (3, 2, True),
+        "3": (3, 3, True),
         "4": (4, 4, True),
         "4t": (4, 4, False),
         "k8v4": (8, 4, False),

@@ -98,7 +98,7 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"max_stall_ms": "soon"}, "max_stall_ms"),
         ({"decode_share": 1}, "decode_share"),
         ({"decode_share": 0.0}, "decode_share"),
-        ({"kv": 5}, "kv = '5' is none of auto, 4, 4t, k8v4, 8, 16"),
+        ({"kv": 5}, "kv = '5' is none of auto, 2.5, 3, 4, 4t, k8v4, 8, 16"),
         ({"max_body_bytes": "20%"}, "max_body_bytes"),
         ({"trunk_budget": -1}, "trunk_budget"),
         ({"host": ""}, "host"),
