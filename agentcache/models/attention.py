@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -82,20 +82,43 @@ def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: Attention
     if len(segments) == 1 and reads_packed(queries.shape[2], step.batch_size, options.softcap):
         [(_, _, reads)] = segments
         return packed_attention(queries, *gather(kv.arena, reads), reads, options)
-    # A kernel reads packed blocks again for each segment: joining unpacked ones would move four times the bytes.
-    by_kernel = unpacks_by_kernel(queries, kv.arena)
-    full, parts = _FullBlocks(kv.arena, step, queries.dtype), []
+    unpacked = _unpack_segments(queries, kv.arena, step, options.softcap)
+    parts = []
     for start, stop, reads in segments:
         own = queries[:, :, start:stop]
-        if reads_packed(stop - start, reads.batch_size, options.softcap):
+        if _is_packed(reads, options.softcap):
             parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))
         else:
-            keys, values = unpack_both(queries, kv.arena, reads) if by_kernel else full.with_open(reads)
-            parts.append(flash_attention(own, keys, values, reads, options))
+            parts.append(flash_attention(own, *next(unpacked), reads, options))
     attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     if step.begins_early:
         mx.async_eval(attended)
     return attended
+
+
+def _is_packed(reads: BlockReads, softcap: float | None) -> bool:
+    return reads_packed(reads.num_tokens, reads.batch_size, softcap)
+
+
+def _unpack_segments(
+    queries: mx.array, arena: LayerArena, step: Reads, softcap: float | None
+) -> Iterator[Sequence[mx.array]]:
+    """Keys and values of the segments that are read unpacked, in their order.
+
+    A kernel reads packed blocks again for each segment: joining unpacked ones would move four times the bytes.
+    """
+    reads = [segment.reads for segment in step.segments if not _is_packed(segment.reads, softcap)]
+    if not unpacks_by_kernel(queries, arena):
+        yield from map(_FullBlocks(arena, step, queries.dtype).with_open, reads)
+        return
+    for group in fused.together(reads, queries.dtype):
+        yield from zip(*(_unpack_group(queries, arena, side, group) for side in arena.both), strict=True)
+
+
+def _unpack_group(queries: mx.array, arena: LayerArena, side: SideArena, group: Sequence[BlockReads]) -> list[mx.array]:
+    """One side of several segments, by a kernel."""
+    references = [partial(unpack_row, side, reads, queries.dtype) for reads in group]
+    return fused.unpacked_together(side, group, queries.dtype, arena.appended.keys.written, references)
 
 
 class _FullBlocks:

@@ -10,10 +10,11 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import ConfigError
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise, quantise
@@ -53,6 +55,8 @@ PACKED_BITS = 4  # of latents that kernels write; they read 8, too
 _BITS = (4, 8)
 _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residual KV
+# Per value of a block: 64 blocks in half precision.
+_BLOCK_BYTES_A_LAUNCH = 128
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Limits of `check`.
@@ -185,26 +189,78 @@ def unpacked(
     side: SideArena, reads: BlockReads, dtype: mx.Dtype, written: mx.array | None, reference: Callable[[], mx.array]
 ) -> mx.array:
     """One row's keys or values by a kernel that is usable; [1, H_kv, T, D]."""
+    [made] = unpacked_together(side, [reads], dtype, written, [reference])
+    return made
+
+
+def together(segments: Sequence[BlockReads], dtype: mx.Dtype) -> Iterator[list[BlockReads]]:
+    """Neighbouring segments that one launch unpacks: with few blocks, a launch costs more than they do."""
+    group: list[BlockReads] = []
+    most, num_blocks = _BLOCK_BYTES_A_LAUNCH // dtype.size, 0
+    for reads in segments:
+        own = _blocks_of(reads)
+        if group and num_blocks + own > most:
+            yield group
+            group, num_blocks = [], 0
+        group.append(reads)
+        num_blocks += own
+    if group:
+        yield group
+
+
+def _blocks_of(reads: BlockReads) -> int:
+    return -(-reads.num_keys // BLOCK_SIZE)
+
+
+def unpacked_together(
+    side: SideArena,
+    segments: Sequence[BlockReads],
+    dtype: mx.Dtype,
+    written: mx.array | None,
+    references: Sequence[Callable[[], mx.array]],
+) -> list[mx.array]:
+    """`unpacked` of each segment of one row's step, in one launch."""
     data, scales, biases = side.arrays()
     opened = None
-    if reads.blocks.open_ids is not None:
+    if any(reads.blocks.open_ids is not None for reads in segments):
         assert side.open is not None
         open_data, open_scales, open_biases = side.open.arrays()
         opened = open_data, open_scales, open_biases
-    ids, bits = row_ids(reads), side.quantisation.bits
-    made = unpack((data, scales, biases), ids, reads.num_keys, dtype, written, bits=bits, opened=opened)
-    return made if mode() is Mode.ON else checked(made, reference(), "unpack")
+    ids, bits = _ids_of(segments), side.quantisation.bits
+    *begins, _ = accumulate((_blocks_of(reads) * BLOCK_SIZE for reads in segments), initial=0)
+    num_keys = begins[-1] + segments[-1].num_keys
+    made = unpack((data, scales, biases), ids, num_keys, dtype, written, bits=bits, opened=opened)
+    spans = zip(begins, segments, strict=True)
+    parts = [made[:, :, begin : begin + reads.num_keys] for begin, reads in spans] if len(segments) > 1 else [made]
+    if mode() is Mode.ON:
+        return parts
+    return [checked(part, reference(), "unpack") for part, reference in zip(parts, references, strict=True)]
+
+
+def _ids_of(segments: Sequence[BlockReads]) -> mx.array:
+    """`row_ids` of all segments; kept with the first one, for all layers."""
+    if len(segments) == 1:
+        return row_ids(segments[0])
+    prepared, key = segments[0].prepared, ("ids", len(segments))
+    if key not in prepared:
+        slots = [slot for reads in segments for slot in _row_slots(reads)]
+        prepared[key] = on_device(mx.array(slots, mx.int32))
+    ids: mx.array = prepared[key]
+    return ids
 
 
 def row_ids(reads: BlockReads) -> mx.array:
     """Slots that one row reads, int32 [n]; slot s of an open block as -1 - s."""
     if "ids" not in reads.prepared:
-        [row] = reads.rows
-        first, own = ([-1 - slot for slot in slots if slot >= 0] for slots in ([row.first_slot], row.open_slots))
-        slots = [*first, *row.block_ids, *own]
-        reads.prepared["ids"] = on_device(mx.array(slots, mx.int32))
+        reads.prepared["ids"] = on_device(mx.array(_row_slots(reads), mx.int32))
     ids: mx.array = reads.prepared["ids"]
     return ids
+
+
+def _row_slots(reads: BlockReads) -> list[int]:
+    [row] = reads.rows
+    first, own = ([-1 - slot for slot in slots if slot >= 0] for slots in ([row.first_slot], row.open_slots))
+    return [*first, *row.block_ids, *own]
 
 
 def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:

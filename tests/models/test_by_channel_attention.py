@@ -13,12 +13,14 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import ByChannel, LayerPacking, Quantisation
-from agentcache.kv.reads import Reads
+from agentcache.kv.reads import BlockReads, Reads
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Writes
 from agentcache.metal_kernels import definition
@@ -251,6 +253,26 @@ def test_kernels_in_brief(kernel_device: Device) -> None:
     check(Case((515, 255), window=300))
     check(Case((505,), 20))
     assert log
+
+
+@needs_clang
+def test_few_blocks_are_unpacked_in_one_launch(kernel_device: Device) -> None:
+    """A chunk that reaches three blocks reads two, three and four blocks: keys in one launch, values in one."""
+    log = kernel_device()
+    check(Case((BLOCK_SIZE,), 600))
+    made = [each.outputs[0] for each in log]
+    assert [each.shape[2] for each in made if each.ndim == 4 and len(each) == 1] == [(2 + 3) * BLOCK_SIZE + 856] * 2
+
+
+@given(st.lists(st.integers(1, 100), max_size=12), st.sampled_from([mx.bfloat16, mx.float32]))
+def test_a_launch_unpacks_few_blocks_or_one_segment(blocks: list[int], dtype: mx.Dtype) -> None:
+    segments = [BlockReads([[*range(count)]], [0], [count * BLOCK_SIZE - 9], 9, None) for count in blocks]
+    launches = list(fused.together(segments, dtype))
+    assert [reads for launch in launches for reads in launch] == segments
+    sizes = [[len(reads.rows[0].block_ids) for reads in launch] for launch in launches]
+    most = 128 // dtype.size
+    assert all(sum(each) <= most or len(each) == 1 for each in sizes)
+    assert all(sum(each) + following[0] > most for each, following in pairwise(sizes))
 
 
 @pytest.mark.usefixtures("device")
