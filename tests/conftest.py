@@ -187,29 +187,34 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFolder]:
+def files_known() -> Iterator[None]:
+    """What a load finds out about the same files is found out once a session."""
+    from tests.proven import examine_once, prove_once  # imports mlx; plain-Python tests stay quick without it
+
+    with pytest.MonkeyPatch.context() as patch:
+        prove_once(patch)
+        examine_once(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def model_folder(files_known: None, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     """`model_folder(architecture, tokenizer="byte_bpe", seed=0, **config)`: a tiny model's folder, made once a session.
 
     The folder is shared: copy it before changing it.
     """
     made: dict[str, Path] = {}
-    patch = pytest.MonkeyPatch()
 
     def make(architecture: str, tokenizer: str = "byte_bpe", seed: int = 0, **overrides: Any) -> Path:
-        from tests.proven import examine_once, prove_once  # imports mlx; plain-Python tests stay quick without it
-        from tests.tiny import tiny_model
+        from tests.tiny import tiny_model  # imports mlx; plain-Python tests stay quick without it
 
-        if not made:
-            prove_once(patch)
-            examine_once(patch)
         key = json.dumps([architecture, tokenizer, seed, overrides], sort_keys=True)
         if key not in made:
             folder = tmp_path_factory.mktemp(architecture)
             made[key] = tiny_model(folder, architecture, tokenizer, seed, **overrides)
         return made[key]
 
-    yield make
-    patch.undo()
+    return make
 
 
 @pytest.fixture(scope="session")

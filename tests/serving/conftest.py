@@ -44,7 +44,7 @@ def saved(model: Path, model_folder: ModelFolder, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def hybrid(files_known: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes a model with recurrent layers by its file's name in mlx-lm, each once."""
     from tests.serving.hybrids import write_hybrid  # imports mlx; plain-Python tests stay quick without it
 

@@ -71,7 +71,7 @@ def llm(
         yield llm
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25))  # with each tokenizer
 @given(schema=schemas)
 @pytest.mark.slow
 def test_what_a_random_model_writes_fits_the_schema(schema: Any, llm: LLM) -> None:

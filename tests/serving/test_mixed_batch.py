@@ -17,7 +17,6 @@ from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.simulation import cached_of
-from tests.tiny import ARCHITECTURES
 
 TOKENS = 6
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.
@@ -80,8 +79,12 @@ def alone(model: Path, cache_dir: Path, talks: Sequence[Talk]) -> list[Receiver]
         return receivers
 
 
-# Whole keys, of which there are any number of rows below; windows with sinks; latents.
-@pytest.mark.parametrize("architecture", [name if name == "gpt_oss" else slow(name) for name in ARCHITECTURES])
+# Whole keys, of which there are any number of rows below; windows, alone and with sinks; latents; what is computed for
+# each row by itself: rotations of a part, experts.
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt_oss", *map(slow, ("llama", "mistral_sliding", "gemma3_text", "deepseek_v2", "phi3_partial", "qwen3_moe"))],
+)
 def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder(architecture)
     expected = alone(model, tmp_path / "alone", TALKS)

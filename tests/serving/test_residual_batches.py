@@ -19,7 +19,7 @@ from tests.serving.adapter_cases import INVOKE_A, at_once
 from tests.serving.conversation import check_same, make_ids
 from tests.serving.residual_cases import UNLIMITED, open_residual
 
-TOKENS = 40
+TOKENS = 20
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.
 PROMPTS_FIRST = {"max_stall_ms": 1e6, "decode_share": 1e-6}
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids
-from tests.tiny import OTHER_CACHES_SLOW
+from tests.tiny import CACHES
 
 
 @pytest.fixture(params=["", slow("cuda")], ids=["few steps", "all that CUDA compiles"])
@@ -23,8 +23,9 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "device", lambda: request.param)
 
 
+# Of each kind of cache one; what a model computes is compared elsewhere.
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
+@pytest.mark.parametrize("architecture", CACHES)
 def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     architecture: str, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
