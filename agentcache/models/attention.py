@@ -89,7 +89,8 @@ def _by_segments(queries: mx.array, kv: PagedKV, step: Reads, options: Attention
         if _is_packed(reads, options.softcap):
             parts.append(packed_attention(own, *gather(kv.arena, reads), reads, options))
         else:
-            parts.append(flash_attention(own, *next(unpacked), reads, options))
+            keys, values = next(unpacked)
+            parts.append(flash_attention(own, keys, values, reads, options))
     attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     if step.begins_early:
         mx.async_eval(attended)
