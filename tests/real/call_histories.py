@@ -281,7 +281,7 @@ def read(tokenizer: Tokenizer, prompt: str, pieces: Sequence[Piece]) -> Reply:
 def folders(folder: Path, part: slice) -> Iterator[tuple[str, Path]]:
     """Names of published templates with a folder of each one's tokenizer. Raises Unavailable."""
     for name in template_names()[part]:
-        yield name, template_tokenizer(folder / name, name, small=True)
+        yield name, template_tokenizer(folder / name, name)
     for name, package in [(name, each) for name, each in TOKENIZERS.items() if name != "gptoss"][
         part
     ]:  # has no template
@@ -294,7 +294,7 @@ def _main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in template_names():
             if all(part in name for part in sys.argv[1:]):
-                tokenizer = Tokenizer.load(template_tokenizer(Path(folder) / name, name, small=True))
+                tokenizer = Tokenizer.load(template_tokenizer(Path(folder) / name, name))
                 print(judge(name, tokenizer).line, flush=True)
                 tokenizer.close()
 

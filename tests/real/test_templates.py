@@ -12,8 +12,7 @@ from agentcache.text.tokenizer import Tokenizer
 from tests.real.conversations import CONVERSATIONS, LOOK
 from tests.real.folders import (
     FAMILIES,
-    family_folder,
-    template_folder,
+    family_tokenizer,
     template_names,
     template_text,
     template_tokenizer,
@@ -38,20 +37,15 @@ _CALLING = _ANSWER | {
 _HI = {"role": "user", "content": "hi"}
 
 
-def _tokenizer(folder: Path, name: str) -> Tokenizer:
-    write = family_folder if name in FAMILIES else template_folder
-    return Tokenizer.load(write(folder, name, ["x"]))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_show_every_conversation(name: str, tmp_path: Path) -> None:
-    assert list(_lost(_tokenizer(tmp_path, name))) == []
+    assert list(_lost(Tokenizer.load(family_tokenizer(tmp_path, name)))) == []
 
 
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_every_template_shows_every_conversation(part: int, tmp_path: Path) -> None:
     names = template_names()[part::_PARTS]
-    lost = {name: list(_lost(_tokenizer(tmp_path / name, name))) for name in names}
+    lost = {name: list(_lost(Tokenizer.load(template_tokenizer(tmp_path / name, name)))) for name in names}
     assert {name: each for name, each in lost.items() if each} == {}
 
 
@@ -60,7 +54,7 @@ def test_thoughts_and_words_stand_in_front_of_a_call(part: int, tmp_path: Path) 
     """Thoughts only in templates that read them."""
     lost, behind = [], []
     for name in template_names()[part::_PARTS]:
-        tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name, small=True))
+        tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name))
         result = {"role": "tool", "tool_call_id": "call00000", "content": "A cat."}
         texts = [tokenizer.chats.text([_HI, _CALLING, result], [LOOK]), tokenizer.chats.text([_HI, _ANSWER])]
         reads = name in _OTHER_FIELDS or _READS_THOUGHTS.search(template_text(name)) is not None
@@ -76,7 +70,7 @@ def test_thoughts_and_words_stand_in_front_of_a_call(part: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"deepseek_v3"}))  # whose template tells results anew
 def test_each_turn_begins_the_next_one(name: str, tmp_path: Path) -> None:
-    tokenizer = _tokenizer(tmp_path, name)
+    tokenizer = Tokenizer.load(family_tokenizer(tmp_path, name, small=True))
     check_prefixes(tokenizer)
     tokenizer.close()
 

@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentcache.text.thinking import MOST, ThinkingWish, can_grade, can_switch, find_variables, told
 from agentcache.text.tokenizer import Tokenizer
-from tests.real.folders import family_folder, template_names, template_text
+from tests.real.folders import family_tokenizer, template_names, template_text
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def _plainly(template: str, values: dict[str, Any]) -> str:
     ],
 )
 def test_real_families_obey(tmp_path: Path, name: str, wish: ThinkingWish, words: str) -> None:
-    tokenizer = Tokenizer.load(family_folder(tmp_path, name, [""]))
+    tokenizer = Tokenizer.load(family_tokenizer(tmp_path, name, small=True))
     try:
         assert words in rendered(tokenizer, wish)
         assert words not in tokenizer.chats.text(HI)

@@ -38,9 +38,9 @@ TEMPLATES = (
 
 @pytest.mark.parametrize("name", [*FAMILIES, *TEMPLATES])
 def test_ten_turns_compute_what_they_add(name: str, tmp_path: Path) -> None:
-    is_family, model = name in FAMILIES, tmp_path / "model"
-    write = family_folder if is_family else template_folder
-    folder = write(model, name, ["x"], small=True)
+    model = tmp_path / "model"
+    is_family = name in FAMILIES
+    folder = family_folder(model, name, ["x"], small=True) if is_family else template_folder(model, name)
     tokenizer = Tokenizer.load(folder)
     said = replies(tokenizer)
     scripts = [script(tokenizer, reply) for reply in said]

@@ -222,7 +222,7 @@ def _written(tokenizer: Tokenizer, reply: Reply, prompt_end: str) -> str:
 def test_each_turn_computes_what_it_adds(part: int, tmp_path: Path) -> None:
     failed = {}
     for name in template_names()[part::_PARTS]:
-        tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name, small=True))
+        tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name))
         for thinks in (True, False) if _prompts_tell_of_thoughts(tokenizer) else (True,):
             turns = Talk(tokenizer, thinks, makes_ids=thinks).run()
             held = ALWAYS.get(name) or (WITH_THOUGHTS.get(name) if thinks else None)
