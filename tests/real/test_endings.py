@@ -1,7 +1,7 @@
 """Each family stops at each end token that its authors publish, and its replies are told apart, over HTTP.
 
 Thoughts, text and calls are the same in every dialect of the wire, streamed and not, also where each token is one byte.
-Qwen3 and SmolLM2 have their whole vocabulary, the other families' tokenizers their first merges.
+SmolLM2 has its whole vocabulary, the other tokenizers their first merges; `test_scripted_model.py` takes them whole.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ REPLIES: dict[str, tuple[tuple[str, Said], ...]] = {
 
 def folder_of(name: str, folder: Path) -> Path:
     if name != "smollm2":
-        return family_tokenizer(folder, name, small=name != "qwen3")
+        return family_tokenizer(folder, name, small=True)
     folder.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
         if (smollm2_folder() / file).exists():
