@@ -34,7 +34,8 @@ def emulating(bug: str, model: Path, cache_dir: Path, mode: str = "on") -> Itera
         cache_dir,
         cache_dir.parent / f"{cache_dir.name}.log",
         model=str(model),
-        extra=(*BUDGETS, "--max-context", "1024"),
+        # The emulator copies the whole cache for each call of a kernel that writes into it.
+        extra=(*BUDGETS, "--max-context", "1024", "--ram-budget", "4MB"),
         command=(sys.executable, emulated_server.__file__, bug, "serve"),
         ready_seconds=PATIENCE,
         environment={"AGENTCACHE_KERNELS": mode, "AGENTCACHE_KV": "4t"},

@@ -50,18 +50,23 @@ class Conversation:
 
 
 class Lives:
-    """A server that is killed and started again before every turn."""
+    """A server that is killed and started again before every turn, or before several."""
 
     def __init__(self, model: Path, folder: Path, *options: str) -> None:
         self._model, self._folder, self._options = model, folder, options
 
-    def turn(self, conversation: Conversation, text: str, agent: str = "alice") -> dict[str, Any]:
+    def turn(self, conversation: Conversation, text: str) -> dict[str, Any]:
+        [answer] = self.turns((conversation, text))
+        return answer
+
+    def turns(self, *turns: tuple[Conversation, str]) -> list[dict[str, Any]]:
+        """Turns of one life; their answers."""
         with serving(self._model, self._folder, *self._options) as server:
-            answer = conversation.turn(server, text, agent)
+            answers = [conversation.turn(server, text) for conversation, text in turns]
             server.kill()
         report = verify_folder(self._folder)
         assert (report.missing_blocks, report.problems) == (0, ())
-        return answer
+        return answers
 
     def agent(self, agent: str = "alice") -> dict[str, Any]:
         """The agent as a fresh server has it, with no file on disk that belongs to nobody."""
@@ -77,8 +82,7 @@ def test_every_conversation_is_there_after_every_kill(live_model: Path, tmp_path
     """Titles, an answer given anew, an edit in the middle, a summary in place of all, a second program: in turn."""
     lives = Lives(live_model, tmp_path / "cache")
     main = Conversation.new(make_text(150, seed=1))
-    lives.turn(main, make_text(80, seed=2))
-    lives.turn(main, make_text(60, seed=3))
+    lives.turns((main, make_text(80, seed=2)), (main, make_text(60, seed=3)))
     title = Conversation.new("Give a title.")
     assert lives.turn(title, "hi")["agentcache"]["match"] == "NEW"
     lives.turn(main, "And then?")
@@ -91,8 +95,8 @@ def test_every_conversation_is_there_after_every_kill(live_model: Path, tmp_path
     second = Conversation.new(make_text(150, seed=6))
     lives.turn(second, make_text(70, seed=7))
     conversations = [main, title, again, edited, compacted, second]
-    for number, conversation in enumerate(conversations):
-        answer = lives.turn(conversation, f"Back here, {number}.")
+    back = [(conversation, f"Back here, {number}.") for number, conversation in enumerate(conversations)]
+    for answer in [*lives.turns(*back[::2]), *lives.turns(*back[1::2])]:
         assert answer["agentcache"]["cache_state"] == "warm"
     info = lives.agent()
     assert sorted(lineage["tokens"] for lineage in info["lineages"]) == sorted(c.seen[-1] for c in conversations)
@@ -102,15 +106,14 @@ def test_every_conversation_is_there_after_every_kill(live_model: Path, tmp_path
 @pytest.mark.slow
 def test_beginnings_in_turn_keep_the_bound(live_model: Path, tmp_path: Path) -> None:
     lives = Lives(live_model, tmp_path / "cache", "--max-lineages", "2")
-    known: dict[str, Conversation] = {}
-    for number in range(5):
-        conversation = Conversation.new(make_text(60 + 10 * number, seed=number))
-        answer = lives.turn(conversation, "Begin.")
-        known[answer["agentcache"]["lineage"]] = conversation
+    begun = [Conversation.new(make_text(60 + 10 * number, seed=number)) for number in range(5)]
+    asked = [(conversation, "Begin.") for conversation in begun]
+    answers = [*lives.turns(*asked[:2]), *lives.turns(*asked[2:])]
+    known = {answer["agentcache"]["lineage"]: each for answer, each in zip(answers, begun, strict=True)}
     kept = [lineage["id"] for lineage in lives.agent()["lineages"]]
     assert len(kept) == 2
-    for lineage in kept:
-        assert lives.turn(known[lineage], "Go on.")["agentcache"]["cache_state"] == "warm"
+    for answer in lives.turns(*((known[lineage], "Go on.") for lineage in kept)):
+        assert answer["agentcache"]["cache_state"] == "warm"
     assert {lineage["id"] for lineage in lives.agent()["lineages"]} == set(kept)
 
 
@@ -152,8 +155,9 @@ CLIENTS = {
 class Session:
     """One client's session with a server: every request computes what is new to its conversation."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self._client = CLIENTS[client]
         self._seen: dict[str, int] = {}
         self._histories: dict[str, list[Message]] = {}
         self.agent: str | None = None
@@ -161,7 +165,8 @@ class Session:
     def ask(self, http: httpx.Client, name: str, text: str) -> dict[str, Any]:
         """A turn of the conversation `name`; `main` has the tools."""
         history = [*self._histories.get(name, []), {"role": "user", "content": text}]
-        system, tools = make_text(30 if name == "title" else 120, seed=sum(map(ord, name))), name != "title"
+        system = make_text(30 if name == "title" else 120, seed=sum(map(ord, self.client + name)))
+        tools = name != "title"
         answer = self._post(http, system, history, tools)
         report = answer["agentcache"]
         assert report["saved"] is True
@@ -198,33 +203,51 @@ def text_of(answer: dict[str, Any]) -> str:
     return "".join(block["text"] for block in answer["content"])
 
 
+@dataclass
+class WithSides:
+    """A client's session whose main conversation, title and subagents speak one after the other and at once."""
+
+    session: Session
+    sides: list[str]
+
+    @classmethod
+    def of(cls, name: str) -> WithSides:
+        client = CLIENTS[name]
+        titles = ["title"] if client.titles else []
+        return cls(Session(name), [*titles, *(f"subagent {number}" for number in range(client.subagents))])
+
+    def live(self, http: httpx.Client, life: int) -> None:
+        for number, name in enumerate(["main", *self.sides][:: -1 if life else 1]):
+            report = self.session.ask(http, name, f"Turn {life} of {name}: " + make_text(20, seed=10 * life + number))
+            if life and name == "main":
+                assert report["cache_state"] == "warm", self.session.client
+        with ThreadPoolExecutor() as pool:
+            names = ["main", *self.sides]
+            asked = [pool.submit(self.session.ask, http, name, f"At once, {life}, {name}.") for name in names]
+            for each in asked:
+                each.result()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS)
-def test_a_session_goes_on_after_every_kill(client: Client, live_model: Path, tmp_path: Path) -> None:
-    """Main, title and subagents, one after the other and at once; main is warm after each kill."""
-    session = Session(client)
-    sides = (["title"] if client.titles else []) + [f"subagent {number}" for number in range(client.subagents)]
-    for life, order in enumerate((1, -1)):
+def test_sessions_go_on_after_every_kill(live_model: Path, tmp_path: Path) -> None:
+    """One of each client; its main conversation is warm after each kill."""
+    clients = [WithSides.of(name) for name in CLIENTS]
+    for life in range(2):
         with serving(live_model, tmp_path / "cache") as server, http_of(server) as http:
-            for number, name in enumerate(["main", *sides][::order]):
-                report = session.ask(http, name, f"Turn {life} of {name}: " + make_text(20, seed=10 * life + number))
-                if life and name == "main":
-                    assert report["cache_state"] == "warm"
-            with ThreadPoolExecutor() as pool:
-                asked = [pool.submit(session.ask, http, name, f"At once, {life}, {name}.") for name in ["main", *sides]]
-                for each in asked:
-                    each.result()
+            for client in clients:
+                client.live(http, life)
             server.kill()
     with serving(live_model, tmp_path / "cache") as server, http_of(server) as http:
-        assert session.ask(http, "main", "Still there?")["cache_state"] == "warm"
-        info = agent_info(server, str(session.agent))
-        assert len(info["lineages"]) == 1 + len(sides)
+        for client in clients:
+            assert client.session.ask(http, "main", "Still there?")["cache_state"] == "warm", client.session.client
+            info = agent_info(server, str(client.session.agent))
+            assert len(info["lineages"]) == 1 + len(client.sides), client.session.client
 
 
 @pytest.mark.slow
 def test_main_outlives_many_subagents(live_model: Path, tmp_path: Path) -> None:
     """More than an agent may have lineages, each shorter than main."""
-    session = Session(CLIENTS["claude code"])
+    session = Session("claude code")
     with serving(live_model, tmp_path / "cache", "--max-lineages", "4") as server, http_of(server) as http:
         for turn in range(6):
             session.ask(http, "main", make_text(40, seed=turn))
