@@ -18,7 +18,7 @@ def test_a_conversation_goes_on_after_each_kill(live_model: Path, tmp_path: Path
     """Each turn adds some blocks, which the next one reads in their full form."""
     talk = Talk(agent)
     with serving(live_model, tmp_path / "hot", kv="4") as never_stopped:
-        for turn in range(4):
+        for turn in range(3):
             with ExitStack() as stack:
                 server = stack.enter_context(serving(live_model, tmp_path / "killed", kv="4"))
                 if turn:

@@ -22,7 +22,7 @@ def test_a_hybrids_conversation_goes_on_after_kill_and_stop(tmp_path: Path) -> N
     (tmp_path / "model").mkdir()
     model, ids, answers = write_hybrid(tmp_path / "model", "qwen3_5"), make_ids(700), []
     with serving(model, tmp_path / "unharmed", *SETTINGS) as unharmed:
-        for turn, end in enumerate(("kill", "stop", "kill", "none")):
+        for turn, end in enumerate(("kill", "stop", "none")):
             with serving(model, tmp_path / "cache", *SETTINGS) as server:
                 one, other = (complete(each, ids, 6, agent="alice") for each in (server, unharmed))
                 assert all_ids(one) == all_ids(other)
@@ -36,10 +36,9 @@ def test_a_hybrids_conversation_goes_on_after_kill_and_stop(tmp_path: Path) -> N
                     assert stop(server, signal.SIGTERM) == 0
             ids = [*all_ids(one), *make_ids(40, seed=turn)]
     computed = [one["computed_tokens"] for one, _ in answers]
-    assert [other["computed_tokens"] for _, other in answers[1:]] == [41, 41, 41], "hot"
+    assert [other["computed_tokens"] for _, other in answers[1:]] == [41, 41], "hot"
     assert computed[1] <= 40 + EVERY, "after a kill"
     assert computed[2] == 41, "after a stop"
-    assert computed[3] <= 40 + EVERY
     assert all(one["saved"] for one, _ in answers)
 
 

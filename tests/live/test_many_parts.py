@@ -117,7 +117,7 @@ def test_thousands_of_parts_cost_others_as_much_as_a_word(server: ServerProcess,
     short: dict[str, list[float]] = {"parts": [], "hi": []}
     for _ in range(3):
         for name, body in ("parts", parts), ("hi", ORDINARY):
-            attackers = attacking(server, path, body, tmp_path, 1.5, count=ATTACKERS)
+            attackers = attacking(server, path, body, tmp_path, 0.8, count=ATTACKERS)
             with ThreadPoolExecutor(ATTACKERS) as readers:
                 reading = [readers.submit(attacker.communicate, timeout=PATIENCE) for attacker in attackers]
                 short[name] += watched(server, attackers[0]).short
