@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentcache.server_process import ServerProcess
-from tests.live.servers import BUDGETS, PATIENCE, complete, log_of, make_ids, outcome, stats
+from tests.live.servers import BUDGETS, PATIENCE, complete, log_of, make_ids, outcome, serving, stats
 from tests.metal_kernels import emulated_server
 from tests.metal_kernels.emulator.build import clang
 
@@ -51,11 +51,10 @@ def two_turns(server: ServerProcess) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(live_server: ServerProcess) -> list[dict[str, Any]]:
+def expected(live_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a server without a device answers."""
-    answers = two_turns(live_server)
-    live_server.client.request("DELETE", "/v1/agents/alice")
-    return answers
+    with serving(live_model, tmp_path_factory.mktemp("expected") / "cache", kv="4t") as server:
+        return two_turns(server)
 
 
 def warnings(cache_dir: Path) -> int:
