@@ -35,7 +35,7 @@ from agentcache.store.store import Store
 from tests.serving import inside
 
 SETTINGS: dict[str, Any] = {"ram_budget": 64 << 20, "disk_budget": 256 << 20, "rank_timeout": 60.0}
-TURNS = 10
+TURNS = 6
 
 
 def _said(completion: Completion) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _turn(llm: LLM, agents: Sequence[tuple[str, list[int], str | None]], tokens:
         return [turn.result() for turn in turns]
 
 
-def ten_turns(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+def some_turns(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
     """Three agents, one of them with an adapter, a fork, evictions, and what it takes."""
     rng, said = random.Random(3), list[dict[str, Any]]()
 
@@ -74,10 +74,10 @@ def ten_turns(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
         ids = {"anna": new(270), "bea": new(40), "carl": new(9)}
         adapters = {"carl": "poet"}
         for number in range(TURNS):
-            if number == 4:
+            if number == 3:
                 llm.fork("anna", "dora")
                 ids["dora"] = list(ids["anna"])
-            if number in (3, 6, 8):
+            if number in (2, 4, 5):
                 llm.evict("anna")
             turns = _turn(llm, [(agent, ids[agent], adapters.get(agent)) for agent in ids])
             for agent, turn in zip(list(ids), turns, strict=True):
@@ -220,7 +220,7 @@ def _keep_float32() -> None:
     Inspection._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
 
 
-SCENES = {each.__name__: each for each in (ten_turns, steps, a_turn, bring_in, chosen_bits, astray)}
+SCENES = {each.__name__: each for each in (some_turns, steps, a_turn, bring_in, chosen_bits, astray)}
 
 
 def _tell(scene: Callable[[], dict[str, Any]]) -> None:

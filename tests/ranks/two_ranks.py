@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentcache.server_process import free_port
+from tests.ranks.forks import ROOT, Started, Work, start
 
-ROOT = Path(__file__).parent.parent.parent
 SECONDS = 400.0
 
 
@@ -69,29 +67,31 @@ def play(
         hosts = cache.parent / f"hosts-{free_port()}.json"
         hosts.write_text(json.dumps(ring_of(ranks)))
         environment["MLX_HOSTFILE"] = str(hosts)
-    command = [sys.executable, "-m", "tests.ranks.scenes", scene, str(model), str(cache), str(adapter)]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | ({"MLX_RANK": str(rank)} if ranks > 1 else {}),
-            start_new_session=True,
-        )
-        for rank in reversed(range(ranks))
-    ]
+    arguments = [scene, str(model), str(cache), str(adapter)]
+    files = {
+        rank: [cache.parent / f"{name}-of-{rank}" for name in ("out", "errors")] for rank in reversed(range(ranks))
+    }
+    processes = {
+        rank: start(rank, Work(arguments, environment | ({"MLX_RANK": str(rank)} if ranks > 1 else {}), *files[rank]))
+        for rank in files
+    }
+    codes = _wait_for(processes)
+    wrote = [[file.read_text() for file in files[rank]] for rank in range(ranks)]
+    lines = [json.loads(line) for line in wrote[0][0].splitlines() if line.startswith("{")]
+    return Played(lines, codes, [errors for _, errors in wrote])
+
+
+def _wait_for(processes: Mapping[int, Started]) -> list[int]:
+    """Exit codes by rank, of processes that have ended, or must."""
+    codes = dict[int, int]()
     try:
-        ended = [process.communicate(timeout=SECONDS) for process in processes]
+        for rank, process in processes.items():
+            codes[rank] = process.wait(SECONDS)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-                process.communicate()
-    lines = [json.loads(line) for line in ended[-1][0].splitlines() if line.startswith("{")]
-    codes = [process.returncode for process in reversed(processes)]
-    return Played(lines, codes, [errors for _, errors in reversed(ended)])
+        for rank in processes.keys() - codes:
+            processes[rank].kill()
+            processes[rank].wait(SECONDS)
+    return [codes[rank] for rank in range(len(codes))]
 
 
 def ring_of(ranks: int) -> list[list[str]]:
