@@ -83,12 +83,12 @@ def measure_sharing(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
     folders = roles_folder(plan)
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
         reused = list(_reused(plan, folders, progress))
-        answers = [*_served(plan, folders, Path(scratch), progress), *reused]
+        answers = [*answers_served(plan, folders, Path(scratch), progress), *reused]
         guard = measure_guard(plan, folders, Path(scratch), progress)
-        return [_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
+        return [table_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
 
 
-def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Progress) -> Iterator[Answer]:
+def answers_served(plan: QualityPlan, folders: Path, scratch: Path, progress: Progress) -> Iterator[Answer]:
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
     adapters = {names[key]: folder for key, folder in found.items()}
@@ -136,7 +136,7 @@ def _reused(plan: QualityPlan, folders: Path, progress: Progress) -> Iterator[An
                     yield answer
 
 
-def _by_way(answers: Sequence[Answer]) -> ResultTable:
+def table_by_way(answers: Sequence[Answer]) -> ResultTable:
     lengths = sorted({answer.num_tokens for answer in answers})
     references = {way.name: way.reference for way in WAYS}
     rows = []

@@ -106,14 +106,23 @@ def test_a_server_of_the_outlier_copy_keeps_keys_by_channel_by_itself(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_restored_words_are_the_same_and_a_spoilt_weight_changes_them(tmp_path: Path) -> None:
-    (table,) = measure_restore(SMALLEST, lambda line: None)
-    rows = {row["way"]: row for row in table.rows}
+    """By the command, which writes tables and pictures."""
+    command = ["quality", "--only", "restore", "--scale", "0.01", "--out", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "quality.json").read_text())
+    assert "| hot | 12 | 0 |" in (tmp_path / "quality.md").read_text()
+    assert (tmp_path / "quality_restore.png").exists() == can_plot()
+
+    (table,) = report["tables"]
+    assert table["name"] == "restore"
+    rows = {row["way"]: row for row in table["rows"]}
     assert [rows[way]["different"] for way in (HOT, WARM, EVICTED)] == [0, 0, 0]
     assert [rows[way]["logprob"] for way in (HOT, WARM, EVICTED)] == [0, 0, 0]
     assert rows[WARM]["restored"] > 0 and rows[EVICTED]["restored"] > 0 == rows[HOT]["restored"]
     assert rows[DAMAGED]["quarantined"] > 0 and rows[DAMAGED]["computed"] > rows[WARM]["computed"]
     assert rows[COLD]["computed"] > 2 * rows[HOT]["computed"]
-    assert all(row["right"] > 0.8 for row in table.rows)
+    assert all(row["right"] > 0.8 for row in rows.values())
 
     folder = embedded_model_path(tmp_path)
     tensors = mx.load(str(folder / "model.safetensors"))
@@ -122,18 +131,6 @@ def test_restored_words_are_the_same_and_a_spoilt_weight_changes_them(tmp_path: 
     mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, name: -tensors[name]}, {"format": "mlx"})
     (spoilt,) = measure_restore(replace(SMALLEST, model=str(folder)), lambda line: None)
     assert all(row["right"] < rows[row["way"]]["right"] for row in spoilt.rows)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_command_writes_tables_and_pictures(tmp_path: Path) -> None:
-    command = ["quality", "--only", "restore", "--scale", "0.01", "--out", str(tmp_path), "--json"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    report = json.loads((tmp_path / "quality.json").read_text())
-    assert [table["name"] for table in report["tables"]] == ["restore"]
-    assert "| hot | 12 | 0 |" in (tmp_path / "quality.md").read_text()
-    assert (tmp_path / "quality_restore.png").exists() == can_plot()
 
 
 def test_a_model_reads_texts_in_the_formats_that_are_asked_for(tmp_path: Path) -> None:
