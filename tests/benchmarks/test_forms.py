@@ -13,11 +13,12 @@ from benchmarks.forms_benchmark import (
     forms_table,
     measure_forms,
 )
+from tests.conftest import ModelFolder
 
 
 @pytest.mark.slow
-def test_rows_are_measured_with_a_form_and_without() -> None:
-    plan = FormsPlan(free_rows=2, tokens=30, rounds=2)
+def test_rows_are_measured_with_a_form_and_without(model_folder: ModelFolder) -> None:
+    plan = FormsPlan(str(model_folder("qwen3_tied")), free_rows=2, tokens=30, rounds=2)
     result = measure_forms(plan, lambda line: None)
     for gaps in (result.without, result.formed):
         assert len(gaps.turns) == 2 and all(0 < len(turn) <= 2 * 29 for turn in gaps.turns)

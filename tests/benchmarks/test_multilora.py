@@ -24,7 +24,9 @@ from benchmarks.multilora_benchmark import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PLAN: MultiPlan = replace(QUICK, context=600, workflows=3, turns=2, rounds=2, new_tokens=3, agents=(1, 3), rate=50.0)
+PLAN: MultiPlan = replace(
+    QUICK, context=300, tool_tokens=25, workflows=3, turns=2, rounds=2, new_tokens=3, agents=(1, 3), rate=50.0
+)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
 from tests.marks import slow
 from tests.metal_kernels.emulator.marks import needs_clang
+from tests.metal_kernels.emulator.run import Schedule
 from tests.models import emulated_device, zoo
 from tests.models.driver import Driver, Row
 from tests.models.model_files import MODEL_FILES
@@ -107,7 +108,7 @@ def test_recurrent_layers_that_keep_more_than_a_state_are_measured(caplog: pytes
 @pytest.mark.slow
 def test_with_kernels_too(kernel_device: Callable[..., object]) -> None:
     loaded = zoo.load("llama", MODEL_FILES["llama"].config, check=False)
-    kernel_device()
+    kernel_device(schedule=Schedule(check=False))
     estimate = replace(Footprint.of(loaded), needs=needs_of(loaded))
     driver = Driver(loaded)
     for rows, num_tokens, context in later_steps(CHUNK):
