@@ -87,7 +87,7 @@ def test_an_adapter_that_adds_nothing_is_base(model: str, kv_bits: int, tmp_path
 
 @pytest.mark.parametrize(
     ("model", "seeds"),
-    [("qwen3", 2), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3_text"))],
+    [("qwen3", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3_text"))],
 )
 def test_the_error_falls_with_the_adapter_and_is_less_than_that_of_full_reuse(
     model: str, seeds: int, tmp_path: Path
