@@ -18,6 +18,7 @@ from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.seal import REOPEN, SEAL, reopen, seal
 from agentcache.metal_kernels.unpack import UNPACK, unpack
+from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.marks import needs_clang
@@ -147,7 +148,9 @@ def _changed(kernel: KernelText, monkeypatch: pytest.MonkeyPatch, edit: Callable
     return max(float(np.nanmax(np.abs(np.array(one).astype(float) - np.array(other)))) for one, other in pairs)
 
 
-@pytest.mark.parametrize("compute", [decoded, decoded_by_channel, unpacked, latents_decoded, sealed, reopened])
+@pytest.mark.parametrize(
+    "compute", [decoded, decoded_by_channel, slow(unpacked), latents_decoded, sealed, slow(reopened)]
+)
 def test_a_block_behind_two_to_the_31_words(
     compute: Callable[..., float], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +162,9 @@ def test_a_block_behind_two_to_the_31_words(
     ("compute", "old", "new"),
     [
         (decoded, "data + at * WORDS", "data + int(at) * WORDS"),
-        (unpacked, "data + ((row + t * RUNS) * (D", "data + ((int(row) + t * RUNS) * (D"),
+        slow(unpacked, "data + ((row + t * RUNS) * (D", "data + ((int(row) + t * RUNS) * (D"),
         (sealed, "open_kq + ((from + 8 * t)", "open_kq + ((int(from) + 8 * t)"),
-        (reopened, "data + (from + 8 * t)", "data + (int(from) + 8 * t)"),
+        slow(reopened, "data + (from + 8 * t)", "data + (int(from) + 8 * t)"),
         (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
         (decoded_by_channel, "data[(rows.row + token) * WORDS", "data[int(rows.row + token) * WORDS"),
     ],

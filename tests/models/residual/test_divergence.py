@@ -15,6 +15,7 @@ from agentcache.blocks.pool import Copy
 from agentcache.kv.packing import BY_CHANNEL
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual.arenas import Divergence, StepMeasures, _Places
+from tests.marks import slow
 from tests.models.residual.driver import ResidualDriver, ResidualKV
 from tests.models.residual.oracle import adapter, small_model
 
@@ -54,8 +55,8 @@ def test_where_nothing_differs_nothing_is_said_to(model: str, tmp_path: Path) ->
     assert without_energy(driver, row) > 0.05
 
 
-@pytest.mark.parametrize("chunk", [1, 44, 150, 256, 600])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("chunk", [slow(1), 44, slow(150), 256, slow(600)])
+@pytest.mark.parametrize("model", ["llama", slow("qwen3")])
 def test_nor_where_base_has_been_sealed(model: str, chunk: int, tmp_path: Path) -> None:
     """A sealed block is rounded once more than its tokens were when they were written.
 
