@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,37 @@ def by_channel(model: Path, cache_dir: Path, folders: dict[str, Path], **setting
         check_idle(llm)
 
 
+def check_modes(
+    start: Callable[[str], AbstractContextManager[LLM]],
+    say: Callable[[LLM, int, list[int]], Completion],
+    ids: list[int],
+    *,
+    turns: int,
+    added: int,
+) -> None:
+    """A talk of alice is the same to the last bit if she is evicted or the engine restarted before each turn."""
+
+    def talk(how: str) -> list[Completion]:
+        said, prompt = list[Completion](), ids
+        with ExitStack() as stack:
+            llm = stack.enter_context(start(how))
+            for turn in range(turns):
+                if how == "evicted" and turn:
+                    llm.evict("alice")
+                if how == "restarted" and turn:
+                    stack.close()
+                    llm = stack.enter_context(start(how))
+                said.append(say(llm, turn, prompt))
+                prompt = [*all_ids(said[-1]), *make_ids(added, seed=turn)]
+        return said
+
+    hot = talk("hot")
+    for how in ("evicted", "restarted"):
+        for turn, (mine, theirs) in enumerate(zip(talk(how), hot, strict=True)):
+            assert mine.report.computed_tokens == theirs.report.computed_tokens, (how, turn)
+            assert outcome(mine) == outcome(theirs), (how, turn)
+
+
 @pytest.fixture(scope="module")
 def small(model_folder: ModelFolder) -> Path:
     return model_folder("qwen3", num_hidden_layers=4)
@@ -72,27 +103,12 @@ def test_base_then_an_adapter_then_base(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a", "b", "upper", "plain"])
 def test_hot_evicted_and_restarted_are_the_same(name: str, small: Path, four: dict[str, Path], tmp_path: Path) -> None:
-    def talk(how: str) -> list[Completion]:
-        said, ids = [], make_ids(490)
-        with ExitStack() as stack:
-            llm = stack.enter_context(by_channel(small, tmp_path / how, four))
-            for turn in range(3):
-                if how == "evicted" and turn:
-                    llm.evict("alice")
-                if how == "restarted" and turn:
-                    stack.close()
-                    llm = stack.enter_context(by_channel(small, tmp_path / how, four))
-                adapter = None if turn == 1 and name in ("a", "b") else name
-                ids = [*ids, *(INVOKE_B if name == "b" else INVOKE_A)] if adapter else ids
-                said.append(ask(llm, ids, adapter, 12, agent="alice"))
-                ids = [*all_ids(said[-1]), *make_ids(200, seed=turn)]
-        return said
+    def say(llm: LLM, turn: int, ids: list[int]) -> Completion:
+        adapter = None if turn == 1 and name in ("a", "b") else name
+        invocation = (INVOKE_B if name == "b" else INVOKE_A) if adapter else ()
+        return ask(llm, [*ids, *invocation], adapter, 12, agent="alice")
 
-    hot = talk("hot")
-    for how in ("evicted", "restarted"):
-        for turn, (mine, theirs) in enumerate(zip(talk(how), hot, strict=True)):
-            assert mine.report.computed_tokens == theirs.report.computed_tokens, (how, turn)
-            assert outcome(mine) == outcome(theirs), (how, turn)
+    check_modes(lambda how: by_channel(small, tmp_path / how, four), say, make_ids(490), turns=3, added=200)
 
 
 @pytest.mark.slow
@@ -155,26 +171,14 @@ def test_residual_answers_are_the_same_hot_evicted_and_restarted(
     model = model_folder("qwen3", num_hidden_layers=2)
     folders = make(tmp_path / "adapters", model, ("ann",))
 
-    def talk(how: str) -> list[Completion]:
-        said, ids = [], make_ids(700)
-        with ExitStack() as stack:
-            llm = stack.enter_context(by_channel(model, tmp_path / how, folders, max_divergence=UNLIMITED))
-            for turn in range(4):
-                if how == "evicted" and turn:
-                    llm.evict("alice")
-                if how == "restarted" and turn:
-                    stack.close()
-                    llm = stack.enter_context(by_channel(model, tmp_path / how, folders, max_divergence=UNLIMITED))
-                adapter = None if turn == 2 else "ann"
-                said.append(ask(llm, ids, adapter, 12, agent="alice", policy=policy if adapter else None))
-                ids = [*all_ids(said[-1]), *make_ids(300, seed=turn)]
-        return said
+    def start(how: str) -> AbstractContextManager[LLM]:
+        return by_channel(model, tmp_path / how, folders, max_divergence=UNLIMITED)
 
-    hot = talk("hot")
-    for how in ("evicted", "restarted"):
-        for turn, (mine, theirs) in enumerate(zip(talk(how), hot, strict=True)):
-            assert mine.report.computed_tokens == theirs.report.computed_tokens, (how, turn)
-            assert outcome(mine) == outcome(theirs), (how, turn)
+    def say(llm: LLM, turn: int, ids: list[int]) -> Completion:
+        adapter = None if turn == 2 else "ann"
+        return ask(llm, ids, adapter, 12, agent="alice", policy=policy if adapter else None)
+
+    check_modes(start, say, make_ids(700), turns=4, added=300)
 
 
 def cold(llm: LLM, like: Completion) -> Completion:
