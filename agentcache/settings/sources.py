@@ -104,8 +104,8 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(raw.get("kv"), int):
-        raw = {**raw, "kv": str(raw["kv"])}  # TOML: kv = 4
+    if isinstance(raw.get("kv"), int | float):
+        raw = {**raw, "kv": f"{raw['kv']:g}"}  # TOML: kv = 4, kv = 2.5
     one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}
     settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))

@@ -69,7 +69,7 @@ _NORMS, _PROJECTIONS = ("q_norm", "k_norm"), ("q_proj", "k_proj")
 
 def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
     for name, bits in reversed(BITS.items()):
-        told = bits.words if bits.keys == bits.values else f"keys {bits.keys}, values {bits.values}"
+        told = bits.words if bits.by_channel or bits.keys == bits.values else f"keys {bits.keys}, values {bits.values}"
         yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
     for name, format in _EMULATED.items():
         yield name, [format] * num_layers, ""

@@ -99,6 +99,7 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"decode_share": 1}, "decode_share"),
         ({"decode_share": 0.0}, "decode_share"),
         ({"kv": 5}, "kv = '5' is none of auto, 2.5, 3, 4, 4t, k8v4, 8, 16"),
+        ({"kv": True}, "kv = '1' is none of"),
         ({"max_body_bytes": "20%"}, "max_body_bytes"),
         ({"trunk_budget": -1}, "trunk_budget"),
         ({"host": ""}, "host"),
@@ -126,6 +127,12 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
 def test_values_that_make_no_sense_are_named(overrides: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(overrides, environ={})
+
+
+@pytest.mark.parametrize("kv", ["4", "2.5", '"2.5"', '"4t"'])
+def test_bits_in_the_file_may_be_numbers(home: Path, kv: str) -> None:
+    write_config(home, f"kv = {kv}\n")
+    assert load_config({}, environ={}).kv == kv.strip('"')
 
 
 def test_limits_of_memory_in_the_file(home: Path) -> None:
