@@ -6,6 +6,7 @@ How a prompt was cut and batched changes 4-bit rounding, maybe tokens: other cut
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from agentcache.client import Client
 from agentcache.kv.packed import dequantise
 from agentcache.kv.packed_arrays import Packed
-from agentcache.kv.packing import PARTS, Quantisation
+from agentcache.kv.packing import PARTS, ByChannel, Packing, Quantisation
 from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 from benchmarks.soak.watch import Sample
@@ -29,8 +31,7 @@ MAX_WAYS = 64  # to cut a prompt
 _MAX_CUTS = 6
 _TOP = 20
 Ask = Callable[[Mapping[str, Any]], Any]  # sends a body to /v1/completions
-ALIKE = 0.5  # difference relative to a vector's length: rounding reaches 0.17, another token exceeds 0.5
-_VALUES_A_WORD = 8  # 4-bit values per 32-bit word
+ALIKE = 0.5  # difference relative to a vector's length: rounding reaches 0.31, another token exceeds 0.5
 
 
 @dataclass(frozen=True)
@@ -130,15 +131,26 @@ def _difference(path: Path, other: Path) -> float:
     residual = sorted(name for name in vectors if name.startswith("residual."))
     if residual:  # relative to neighbours' usual length: vectors may be short
         return max(_apart(vectors[name].astype(np.float32), others[name].astype(np.float32)) for name in residual)
-    pairs = zip(_vectors(vectors), _vectors(others), strict=True)
+    pairs = zip(_vectors(path, vectors), _vectors(other, others), strict=True)
     return max(float(np.max(_norms(one - two) / np.maximum(_norms(two), 1e-6))) for one, two in pairs)
 
 
-def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
+def _vectors(path: Path, tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
+    """Keys and values of a block file [heads, tokens, head_dim], unpacked as its header says."""
+    with safe_open(path, "np") as file:
+        keys, values = _packings(file.metadata()["quantization"])
     for name in sorted(name for name in tensors if name.endswith(".data")):
-        data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
-        group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]
-        yield np.array(dequantise(Packed(data, scales, biases), Quantisation(group_size=group_size), mx.float32))
+        packed = Packed(*(mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS))
+        yield np.array(dequantise(packed, keys if "key_cache" in name else values, mx.float32))
+
+
+def _packings(text: str) -> tuple[Packing, Packing]:
+    """Inverse of `str(LayerPacking)`, of quantised ones."""
+    found = [
+        ByChannel(int(bits), int(group)) if by_channel else Quantisation(int(bits), int(group))
+        for bits, by_channel, group in re.findall(r"affine-(\d+)bit(-channel)?-g(\d+)", text)
+    ]
+    return found[0], found[-1]
 
 
 def _apart(one: NDArray[np.float32], two: NDArray[np.float32]) -> float:

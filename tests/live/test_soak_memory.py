@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from agentcache.models.builtin.embedded import embedded_model_path
@@ -72,4 +73,6 @@ def test_memory_of_other_tokens_is_not_alike(soaked: Path, quiet: tuple[ServerPr
 
 
 def shifted(path: Path) -> bytes:
-    return save({name: np.roll(array, 1, axis=1) for name, array in load_file(path).items()})
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    return save({name: np.roll(array, 1, axis=1) for name, array in load_file(path).items()}, metadata)
