@@ -54,7 +54,7 @@ _OTHER_FORMATS = (
     *("k4 v4 sink open", "k4c64 v4 sink open", "k3c64 v3g32 sink open", "k2c32 v2g32 sink open"),
 )
 FORMATS = tuple(dict.fromkeys((*QUICK_FORMATS, *_OTHER_FORMATS)))
-_ANSWERED = ("k8 v8 open", "k8 v4 open", "k4c64 v4 open", "k3c64 v3g32 open")
+_ANSWERED = ("k8 v8 open", "k8 v4 open", "k4c64 v4 sink open", "k3c64 v3 sink open")
 _SIXTEEN = Format.parse("k16 v16")
 _PROMPTS, _ANSWER_TOKENS = 32, 48
 _PROMPT_TOKENS = (300, 500, 700, 900)

@@ -39,9 +39,9 @@ def family(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: make_adapter(root / name, small, seed=i, **options) for i, name in enumerate(NAMES)}
 
 
-@pytest.fixture
-def llm(small: Path, family: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
-    settings = {"max_divergence": UNLIMITED, "trunk_budget": 0}
+@pytest.fixture(params=["4t", slow("4")])
+def llm(request: pytest.FixtureRequest, small: Path, family: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
+    settings = {"max_divergence": UNLIMITED, "trunk_budget": 0, "kv": request.param}
     with open_adapters(small, tmp_path / "cache", family, **settings) as llm:
         yield llm
 
