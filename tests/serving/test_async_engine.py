@@ -182,8 +182,9 @@ def test_the_event_loop_wakes_once_a_step(model: Path, tmp_path: Path, monkeypat
 
     async def test(engine: AsyncEngine) -> None:
         await inside.on_thread(engine, count_steps)
-        await asyncio.gather(*(complete(engine, None, 100, seed) for seed in range(4)))
-        assert sum(sizes) == 4 * 102  # the prompt, the tokens, the report
+        received = await asyncio.gather(*(complete(engine, None, 100, seed) for seed in range(4)))
+        # The prompt, the tokens, the report; in front of it, maybe the rest of a character.
+        assert sum(sizes) == sum(map(len, received)) >= 4 * 102
         assert max(sizes) >= 4
         assert len(sizes) <= len(steps)
 
