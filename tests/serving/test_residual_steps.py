@@ -339,7 +339,7 @@ def test_an_adapter_goes_while_its_residuals_are_read_from_disk(hand: Hand) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kv", "seed"), [("4t", 0), ("4", 1), ("4t", 2), ("4", 3)])
 def test_many_random_operations(small: Path, two: dict[str, Path], tmp_path: Path, kv: str, seed: int) -> None:
-    random_operations(small, two, tmp_path, num_operations=2500, seed=seed, kv=kv)
+    random_operations(small, two, tmp_path, num_operations=800, seed=seed, kv=kv)
 
 
 def random_operations(
