@@ -143,7 +143,7 @@ def check_service(server: ServerProcess) -> None:
 def test_another_program_fills_the_disk_of_a_server_without_a_budget(live_model: Path, small_disk: Disk) -> None:
     """No start deletes an agent, and all are warm once the other program has gone."""
     cache_dir, auto = small_disk.folder / "cache", ("--disk-budget", "auto")
-    prompts = {f"agent{number}": make_ids(300, seed=number) for number in range(6)}
+    prompts = {f"agent{number}": make_ids(300, seed=number) for number in range(3)}
     with serving(live_model, cache_dir, *auto) as server:
         for agent, ids in prompts.items():
             assert complete(server, ids, 4, agent=agent)["agentcache"]["saved"] is True
