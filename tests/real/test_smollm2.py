@@ -150,19 +150,19 @@ def test_auto_is_within_a_percent_of_16_bits_and_nothing_smaller_is_better(tmp_p
     prose.write_text("\n".join(topics[name] for name in ("class", "naming", "exceptions", "execmodel")), "utf-8")
     bench = TextBench(smollm2_folder(), {"prose": prose, "code": Path(argparse.__file__)}, 1024)
     found: dict[str, dict[str, Reading]] = {name: {} for name in bench.texts}
-    for text, name, _, reading in bench.read(("8", "auto", "k8v4", "4")):
+    for text, name, _, reading in bench.read(("8", "auto", "k8v4", "4t")):
         found[text][name] = reading
     found["both"] = {name: joined([readings[name] for readings in found.values()]) for name in found["prose"]}
     sizes = {name: bench.size(bench.precision(name))[1] for name in found["both"]}
-    assert sizes["4"] <= sizes["auto"] < sizes["k8v4"] < sizes["8"] < sizes["16"]
+    assert sizes["4t"] <= sizes["auto"] < sizes["k8v4"] < sizes["8"] < sizes["16"]
     for text, readings in found.items():
         change = Mean.of(readings["auto"].losses - readings["16"].losses)
         assert change.value - 2 * change.error < math.log(1.01), text
         assert Mean.of(readings["auto"].divergences).value < 0.005, text
-        for finer, coarser in pairwise(("8", "auto", "k8v4", "4")):
+        for finer, coarser in pairwise(("8", "auto", "k8v4", "4t")):
             added = Mean.of(readings[coarser].divergences - readings[finer].divergences)
             assert added.value > 2 * added.error, (text, finer, coarser)
-        for smaller in ("k8v4", "4"):
+        for smaller in ("k8v4", "4t"):
             gained = Mean.of(readings["auto"].losses - readings[smaller].losses)
             assert gained.value < 2 * gained.error, (text, smaller)
     change = Mean.of(found["both"]["auto"].losses - found["both"]["16"].losses)
