@@ -23,7 +23,7 @@ def adapters(live_model: Path, tmp_path: Path) -> dict[str, Path]:
     return {name: make_adapter(tmp_path / name, live_model, seed=len(name)) for name in ("poet", "critic")}
 
 
-# 4 bits per token: the judge takes differences that come of reopened blocks, with keys by channel, for wrong answers.
+# In 4 bits per token: by channel, the judge rejects some answers, probably behind blocks that were reopened.
 # For minutes hundreds of clients measure how soon they are answered: another load on the machine may disturb that once.
 # A hang is no disturbance, and the time limit does not start again for a second run.
 DISTURBED_ONCE = pytest.mark.flaky(reruns=1, rerun_except="Timeout")
