@@ -35,7 +35,7 @@ class Work:
     Args:
         arguments: of `tests.ranks.scenes`.
         environment: all variables that it sees.
-        out, errors: files for what it writes.
+        out, errors: files for standard output and standard error.
     """
 
     arguments: list[str]

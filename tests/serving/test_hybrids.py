@@ -63,9 +63,9 @@ class Process:
 
 
 def turns(every: int) -> list[tuple[str, int | None, int]]:
-    """The agent, what is kept of it (tokens; None for all), how many are added; "copy" is copied before its turn.
+    """Turns: agent, tokens kept of its transcript (None: all), tokens added. "copy" is forked before its first turn.
 
-    Alice and bob come to have a snapshot at `every` tokens.
+    Alice and bob each get a checkpoint at `every` tokens.
     """
     return [
         ("alice", None, every + 188),
@@ -98,8 +98,8 @@ def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
 
 
 MODES = ("hot", "evicted", "stopped", "killed")
-# What the engine writes at which time is the same for all; of what a model's layers keep, hot and killed show all, in
-# half as many tokens.
+# The engine writes at the same times for every model, so two models run all modes. Others run hot and killed, with
+# half the tokens: these cover the state of their layers.
 ALL_MODES = ("qwen3_5", "mamba2")  # with attention and without
 
 

@@ -35,7 +35,7 @@ def test_each_has_files_of_its_own(model_folder: ModelFolder, tmp_path: Path) ->
     model = model_folder("qwen2", num_hidden_layers=2)
     first = {kv: ask(model, tmp_path / str(kv), kv) for kv in ("4t", "8")}
     assert first["4t"][1] != first["8"][1]
-    assert 1.6 < first["8"][2] / first["4t"][2] < 1.9  # scales and biases stay what they are
+    assert 1.6 < first["8"][2] / first["4t"][2] < 1.9  # scales and biases have the same size
     assert ask(model, tmp_path / "8", "8")[0] <= 4
     assert ask(model, tmp_path / "8", "4t")[0] == len(PROMPT)  # nothing of 8 bits is read as 4
 

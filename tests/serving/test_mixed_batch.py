@@ -79,8 +79,8 @@ def alone(model: Path, cache_dir: Path, talks: Sequence[Talk]) -> list[Receiver]
         return receivers
 
 
-# Whole keys, of which there are any number of rows below; windows, alone and with sinks; latents; what is computed for
-# each row by itself: rotations of a part, experts.
+# One architecture per kind of cache or row: full keys; windows, with and without sinks; latents; partial rotary
+# embeddings; experts.
 @pytest.mark.parametrize(
     "architecture",
     ["gpt_oss", *map(slow, ("llama", "mistral_sliding", "gemma3_text", "deepseek_v2", "phi3_partial", "qwen3_moe"))],
